@@ -1,0 +1,26 @@
+# Two commands from a fresh clone: `make demo` and `make test`.
+PYTHON ?= python3.11
+EXTRA ?= cpu
+BIN := .venv/bin
+
+.PHONY: demo test check clean
+
+demo: .venv/installed
+	$(BIN)/rollforward run demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip<27" "setuptools>=77,<81" wheel
+	$(BIN)/python install.py $(EXTRA)
+	touch $@
+
+clean:
+	rm -rf .venv .rollforward

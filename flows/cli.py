@@ -1,0 +1,174 @@
+"""The command `rollforward`."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_core.config.compose import compose, recipe_names
+from rl_core.config.render import render
+from rl_core.console import Console, duration
+from rl_core.environment import home_folder, prepare_environment
+from rl_core.errors import InputError, RollforwardError
+
+# Imports of Prefect, Ray, torch and MLflow stay inside the functions that need them: the environment has to be set
+# first, and commands that only print must answer at once.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0, 1 when a run failed, 2 for what a person has to change, 130 when interrupted."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    try:
+        return int(options.command(options, console) or 0)
+    except InputError as error:
+        console.error(error)
+        return 2
+    except RollforwardError as error:
+        console.failure(error)
+        return 1
+    except KeyboardInterrupt:
+        console.note("interrupted; the same command with --resume continues from the last committed step")
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollforward", description="Reinforcement-learning post-training of language models."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: object, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    def add_settings(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("recipe", help=f"name ({', '.join(recipe_names())}) or path of a .yaml file")
+        sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that differ from the recipe")
+
+    sub = add("run", run, "Train, evaluate, register and promote by a recipe.")
+    add_settings(sub)
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="continue the run of this recipe and these settings")
+    how.add_argument("--run", metavar="NAME", help="begin the run NAME, or continue it when it exists")
+    how.add_argument("--new", action="store_true", help="begin another run with the same settings")
+    sub.add_argument("-v", "--verbose", action="store_true", help="show what the libraries log")
+    sub = add("config", config, "Print the settings of a recipe, where each comes from, and the sizes that follow.")
+    add_settings(sub)
+    sub = add("models", models, "List the registered versions of a model.")
+    _registry_options(sub)
+    sub = add("promote", promote, "Make a version the champion.")
+    sub.add_argument("version", help="number or alias of a version")
+    _registry_options(sub)
+    sub = add("ui", ui, "Serve MLflow's pages of this home folder.")
+    sub.add_argument("--port", type=int, default=5000)
+    return parser
+
+
+def _registry_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--model", default="rollforward-demo", help="registered model (default: %(default)s)")
+    sub.add_argument("--tracking-uri", help="MLflow server (default: the file in the home folder)")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Runs the flow `post_train` in this process."""
+    composed = compose(options.recipe, options.overrides)
+    home = _prepare(options.verbose)
+    from flows.preflight import preflight
+
+    preflight(composed, home)
+    from flows.post_train import post_train
+
+    # A plain kill asks like Ctrl-C: stages end, workers stop, MLflow learns that the run was killed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    start = time.monotonic()
+    result = post_train(options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose)
+    console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
+    return 0
+
+
+def _summary(result: dict, seconds: float) -> list[tuple[str, str]]:
+    before, after = result["before"], result["after"]
+    where = "" if result["tracking_uri"].startswith("sqlite") else f" --tracking-uri {result['tracking_uri']}"
+    return [
+        ("score, greedy", f"{before['greedy']:.3f} → {after['greedy']:.3f}"),
+        ("score, sampled", f"{before['sampled']:.3f} → {after['sampled']:.3f}"),
+        ("steps", str(result["step"])),
+        ("time", duration(seconds)),
+        ("model version", f"{result['model']} {result['version']}"),
+        ("alias", ", ".join(result["aliases"]) or "none"),
+        ("report", result["report"]),
+        ("kept in", result["url"]),
+        ("MLflow's pages", "rollforward ui"),
+        ("versions", f"rollforward models --model {result['model']}{where}"),
+    ]
+
+
+def config(options: argparse.Namespace, console: Console) -> None:
+    """Prints the resolved settings; starts nothing."""
+    print(render(compose(options.recipe, options.overrides)))
+
+
+def models(options: argparse.Namespace, console: Console) -> None:
+    """Prints the versions of a registered model."""
+    registry = _registry(options)
+    rows = [
+        (
+            f"version {info.version}",
+            f"{'' if info.score_after is None else f'score {info.score_after:.3f}'}  step {info.step}  run {info.run}"
+            f"  {info.created:%Y-%m-%d %H:%M}  {' '.join(info.aliases)}",
+        )
+        for info in registry.versions()
+    ]
+    console.table(rows or [("none", "register one with `rollforward run`")], f"Model {options.model}")
+
+
+def promote(options: argparse.Namespace, console: Console) -> None:
+    """Moves the alias champion."""
+    old, new = _registry(options).promote(options.version)
+    console.note(f"champion of {options.model}: version {new}" + (f", before that version {old}" if old else ""))
+
+
+def ui(options: argparse.Namespace, console: Console) -> None:
+    """Replaces this process by MLflow's server on the home folder's database."""
+    home = _prepare(verbose=True)
+    from flows.ports import check_port
+    from tasks.tracking import default_tracking_uri
+
+    check_port(options.port)
+    console.note(f"MLflow's pages: http://127.0.0.1:{options.port}  (Ctrl-C ends)")
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", default_tracking_uri(home)]
+    artifacts = ["--default-artifact-root", (home / "mlartifacts").as_uri()]
+    os.execv(sys.executable, [*command, *artifacts, "--host", "127.0.0.1", "--port", str(options.port)])
+
+
+def _registry(options: argparse.Namespace):  # noqa: ANN202 - the class must not be imported before the environment
+    home = _prepare(verbose=False)
+    from tasks.registry import Registry
+    from tasks.tracking import check_tracking, default_tracking_uri
+
+    uri = options.tracking_uri or default_tracking_uri(home)
+    check_tracking(uri)
+    return Registry(uri, options.model)
+
+
+def _prepare(verbose: bool) -> Path:
+    home = home_folder()
+    from tasks.tracking import quiet_mlflow
+
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        prepare_environment(home, verbose)
+    except OSError as error:
+        raise InputError(
+            "a home folder that can be written", str(error), f"ROLLFORWARD_HOME={home}", "set ROLLFORWARD_HOME=FOLDER"
+        ) from error
+    quiet_mlflow()
+    return home

@@ -1,0 +1,17 @@
+"""Whether a port is free."""
+
+import socket
+
+from rl_core.errors import InputError
+
+
+def check_port(port: int) -> None:
+    """InputError when something listens on the port of this machine already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise InputError(
+                "a free port", f"{port}: {error.strerror}", f"--port {port}", f"try --port {port + 1}"
+            ) from error

@@ -1,0 +1,60 @@
+"""The main flow: from rows and a model to a trained, evaluated, registered and perhaps promoted version."""
+
+from typing import Any
+
+from prefect import flow
+
+from rl_core.config.compose import compose
+from rl_core.environment import home_folder
+from tasks.evaluate import evaluate
+from tasks.prepare_data import prepare_data
+from tasks.promote import promote
+from tasks.register import register
+from tasks.report import report
+from tasks.runs import open_run
+from tasks.session import open_session
+from tasks.train import train
+from tasks.warm_start import warm_start
+
+
+@flow(name="post-train", flow_run_name="{recipe}", persist_result=False)
+def post_train(
+    recipe: str,
+    overrides: list[str] | None = None,
+    run_name: str | None = None,
+    resume: bool = False,
+    new: bool = False,
+    verbose: bool = False,
+) -> dict[str, Any]:
+    """Runs all stages of a recipe and returns a summary of JSON values.
+
+    Args:
+        recipe: name or path of a recipe. overrides: settings as `a.b=value`.
+        run_name: continue or begin this run. resume: continue the run of this config. new: begin another one.
+    """
+    run = open_run(compose(recipe, overrides or []), home_folder(), run_name, resume, new)
+    with open_session(run, verbose) as session:
+        config = session.config
+        data = prepare_data()
+        if config.warm_start.steps:
+            warm_start()
+        before = evaluate(0)
+        step = session.committed_step()
+        while step < config.trainer.steps:
+            step = train(min(step + config.trainer.segment_steps, config.trainer.steps))
+        after = evaluate(step)
+        version = register(step, data["data_hash"], before, after)
+        promoted = promote(version)
+        aliases = list(session.registry.get(version).aliases)
+        facts = {"step": step, "before": before, "after": after, "version": version, "aliases": aliases, **data}
+        page = report(facts)
+        return {
+            **facts,
+            "run": run.name,
+            "url": run.url,
+            "promoted": promoted,
+            "report": page,
+            "model": config.registry.model_name,
+            "mlflow_run": session.tracker.run_id,
+            "tracking_uri": session.tracking_uri,
+        }

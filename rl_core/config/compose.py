@@ -1,0 +1,264 @@
+"""From a recipe and overrides to one checked config, with the layer that each value came from.
+
+Three layers: the schema's defaults, a recipe (which may start from other recipes), overrides `a.b=value`.
+"""
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from rl_core.config.problems import combination, joined, missing_equals, unknown_key, wrong_value
+from rl_core.config.schema import RunConfig
+from rl_core.errors import InputError
+
+Scalar = str | int | float | bool | None
+
+RECIPES = Path(__file__).parent / "recipes"
+
+# Where a run is kept, who watches it and how hard it tries change nothing that is learned. They are left out of a
+# run's identity, so that a run can be resumed with another value of them.
+RUN_CONTROL_SECTIONS = ("storage.", "tracking.", "registry.")
+RUN_CONTROL_KEYS = frozenset(
+    {
+        "trainer.segment_steps",
+        "trainer.save_every",
+        "trainer.keep_checkpoints",
+        "trainer.max_attempts",
+        "trainer.call_timeout_s",
+        "reward.processes",
+        "reward.timeout_s",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A config and where it came from: origins maps each dotted key to `default`, `recipe NAME` or `override`."""
+
+    config: RunConfig
+    origins: dict[str, str]
+    recipe: str
+
+
+@dataclass(frozen=True)
+class _Value:
+    value: Any
+    origin: str
+
+
+def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
+    """Merge the three layers into a checked config.
+
+    `recipe` is a name from rl_core/config/recipes or a path that ends in .yaml; in an override the value is YAML and
+    `null` unsets. Raises `InputError` with all problems of the layers at once.
+    """
+    values = _recipe_values(recipe, Path.cwd(), ())
+    problems: list[InputError] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            problems.append(missing_equals(override, _fields()))
+            continue
+        try:
+            values |= _leaves({key.strip(): _load(text)}, "override")
+        except yaml.YAMLError as error:
+            problems.append(_invalid_yaml(error, f"override {override!r}"))
+    config = _validated(values, f"recipe {recipe} and its overrides", problems)
+    origins = {key: values[key].origin if key in values else "default" for key in _fields()}
+    return Composed(config, origins, recipe)
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def from_dict(tree: Mapping[str, Any]) -> RunConfig:
+    """The config of a nested dictionary such as `config.model_dump()` gives; `InputError` when it does not fit."""
+    return _validated(_leaves(tree, "saved config"), "saved config", [])
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The config as YAML that is itself a recipe."""
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+
+
+def flatten(config: RunConfig) -> dict[str, Scalar]:
+    """Every value by its dotted key, in the schema's order; lists are given as their JSON text."""
+    leaves = _leaves(config.model_dump(mode="json"), "")
+    return {key: json.dumps(leaf.value) if isinstance(leaf.value, list) else leaf.value for key, leaf in leaves.items()}
+
+
+def identity(config: RunConfig) -> dict[str, Scalar]:
+    """The flattened config without run-control keys: what decides which run it is."""
+    return {
+        key: value
+        for key, value in flatten(config).items()
+        if key not in RUN_CONTROL_KEYS and not key.startswith(RUN_CONTROL_SECTIONS)
+    }
+
+
+def config_hash(config: RunConfig) -> str:
+    """sha256 (hexadecimal) of the identity."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()
+
+
+def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Scalar, Scalar]]:
+    """Identity keys in which two configs differ, with both values."""
+    ours, theirs = identity(a), identity(b)
+    return {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]}
+
+
+def _fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every field of the schema by its dotted key."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            fields |= _fields(field.annotation, f"{prefix}{name}.")
+        else:
+            fields[prefix + name] = field
+    return fields
+
+
+def _leaves(tree: Mapping[Any, Any], origin: str, prefix: str = "") -> dict[str, _Value]:
+    """The values of a nested mapping by dotted key."""
+    leaves: dict[str, _Value] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            leaves |= _leaves(value, origin, f"{key}.")
+        else:
+            leaves[key] = _Value(value, origin)
+    return leaves
+
+
+def _validated(values: Mapping[str, _Value], where: str, problems: list[InputError]) -> RunConfig:
+    """The config of dotted values; raises `problems` and what else is found as one error."""
+    fields = _fields()
+    tree: dict[str, Any] = {}
+    for key, leaf in values.items():
+        if leaf.value == {} and any(name.startswith(f"{key}.") for name in fields):
+            continue
+        if key not in fields:
+            problems.append(unknown_key(key, leaf.value, leaf.origin, fields))
+            continue
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = leaf.value
+    try:
+        # Strict, so that true is no number and 2.0 no count; from JSON, so that a list is a tuple.
+        config = RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as errors:
+        origins = {key: leaf.origin for key, leaf in values.items()}
+        seen: set[str] = set()
+        for error in errors.errors():
+            if error["type"] == "value_error":
+                problems += [combination(text, origins, fields) for text in str(error["ctx"]["error"]).split("; ")]
+                continue
+            key = next(key for key in fields if error["loc"][: key.count(".") + 1] == tuple(key.split(".")))
+            if key not in seen:
+                problems.append(wrong_value(key, values[key].value, origins[key], fields[key]))
+            seen.add(key)
+    if problems:
+        raise joined(problems, where)
+    return config
+
+
+def _recipe_values(recipe: str, folder: Path, parents: tuple[Path, ...]) -> dict[str, _Value]:
+    """Values of a recipe over those of the recipes that it starts from; `folder` is where relative paths begin."""
+    path = _recipe_path(recipe, folder)
+    if path in parents:
+        chain = " → ".join(str(step) for step in (*parents[parents.index(path) :], path))
+        raise InputError("recipes that do not start from themselves", chain, str(path), "take one out of `defaults`")
+    try:
+        content = _load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise _invalid_yaml(error, str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            "a recipe that can be read", str(error), str(path), f"correct the path, or name one of {recipe_names()}"
+        ) from None
+    tree = {} if content is None else content
+    bases = tree.pop("defaults", []) if isinstance(tree, dict) else None
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise InputError(
+            expected="a mapping of settings, with `defaults` (if any) a list of recipes",
+            seen=repr(content)[:200],
+            where=str(path),
+            fix="write it like\n          defaults: [grpo]\n          trainer:\n            steps: 10",
+        )
+    values: dict[str, _Value] = {}
+    for base in bases:
+        values |= _recipe_values(base, path.parent, (*parents, path))
+    return values | _leaves(tree, f"recipe {recipe}")
+
+
+def _recipe_path(recipe: str, folder: Path) -> Path:
+    if recipe.endswith(".yaml"):
+        return (folder / Path(recipe).expanduser()).resolve()
+    names = recipe_names()
+    if recipe in names:
+        return (RECIPES / f"{recipe}.yaml").resolve()
+    nearest = difflib.get_close_matches(recipe, names, n=1, cutoff=0)[0]
+    raise InputError(
+        expected=f"a recipe ({', '.join(names)}) or a path that ends in .yaml",
+        seen=repr(recipe),
+        where="recipe",
+        fix=f"the nearest name is {nearest}",
+    )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain values: 1e-3 is a number; on, yes, 1:30 and dates are text. A key given twice is an error."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{name!r} is given twice", node.value[i][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Also quotes the texts that only `_Loader` takes for numbers."""
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), [*_first, ""])
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader: makes plain values only
+
+
+def _invalid_yaml(error: yaml.YAMLError, where: str) -> InputError:
+    seen = str(error)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        seen = f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return InputError(
+        expected="valid YAML",
+        seen=seen,
+        where=where,
+        fix="correct it there; text with special characters needs quotes",
+    )

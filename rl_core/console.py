@@ -1,0 +1,106 @@
+"""What a person sees in the terminal: plain lines that read as well in a log file."""
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rl_core.errors import InputError
+
+_BOLD, _DIM, _GREEN, _RED = "1", "2", "32", "31"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words of at most two units: `0.8s`, `42s`, `1m32s`, `2h05m`, `3d04h`; `n/a` when not finite."""
+    if not math.isfinite(seconds):
+        return "n/a"
+    if 0 < seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = max(0, round(seconds))
+    for large, small, unit, part in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
+        if whole >= large:
+            return f"{whole // large}{unit}{whole % large // small:02d}{part}"
+    return f"{whole}s"
+
+
+class Console:
+    """Prints stages, one line a step, tables and errors; colour only on a terminal, every line flushed."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        """Lines go to `stream`, by default to the standard output of the moment."""
+        self._stream = stream or sys.stdout
+        self._colour = self._stream.isatty() and "NO_COLOR" not in os.environ
+
+    def stage(self, name: str, detail: str = "") -> None:
+        """A stage begins: `▸ train  steps 1–50`."""
+        self._line(f"{self._paint('▸', _GREEN)} {self._paint(name, _BOLD)}" + (f"  {detail}" if detail else ""))
+
+    def done(self, name: str, seconds: float, detail: str = "") -> None:
+        """A stage ended: `✓ train  1m32s  50 steps`."""
+        line = f"{self._paint('✓', _GREEN)} {self._paint(name, _BOLD)}  {duration(seconds)}"
+        self._line(line + (f"  {detail}" if detail else ""))
+
+    def step(self, step: int, total: int, metrics: Mapping[str, float], seconds_left: float) -> None:
+        """One training step; columns keep their width, a metric that is missing or not finite reads n/a."""
+        width = len(str(total))
+        fields = (
+            f"step {step:>{width}}/{total}",
+            f"reward {_number(metrics.get('reward/mean'), '.3f', 6)}",
+            f"kl {_number(metrics.get('kl/ref', metrics.get('kl/rollout_k3')), '.4f', 7)}",
+            f"len {_number(metrics.get('response_length/mean'), '.1f', 6)}",
+            f"{_number(metrics.get('perf/tokens_per_s'), ',.0f', 7)} tok/s",
+            f"left {duration(seconds_left)}",
+        )
+        self._line("  " + "  ".join(fields))
+
+    def table(self, rows: Sequence[tuple[str, str]], title: str) -> None:
+        """Names and values in two columns under a title; further lines of a value keep its column."""
+        self._line("")
+        self._line(self._paint(title, _BOLD))
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, value in rows:
+            first, *rest = value.split("\n")
+            self._line(f"  {self._paint(name.ljust(width), _DIM)}  {first}")
+            for line in rest:
+                self._line(f"  {' ' * width}  {line}")
+
+    def note(self, text: str) -> None:
+        """A line that belongs to the stage before it."""
+        self._line(f"  {text}")
+
+    def failure(self, error: Exception) -> None:
+        """Why a run ended early; what is committed stays."""
+        self._line(self._paint(f"✗ {type(error).__name__}", _RED))
+        for line in str(error).splitlines():
+            self._line(f"  {line}")
+
+    def note(self, text: str) -> None:
+        """A remark inside a stage."""
+        self._line(f"  {text}")
+
+    def error(self, error: InputError) -> None:
+        """What a person has to change: expected, seen, where and the fix."""
+        self._stopped("error", error)
+
+    def failure(self, error: Exception) -> None:
+        """Why the run ended without a person's mistake."""
+        self._stopped("failed", error)
+
+    def _stopped(self, how: str, error: Exception) -> None:
+        self._line(self._paint(f"✗ {how}", _RED))
+        for line in str(error).splitlines():
+            self.note(line)
+
+    def _paint(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
+
+    def _line(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        # A terminal or log that is not UTF-8 shows `?` for a sign it lacks instead of ending the run.
+        print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+
+
+def _number(value: float | None, form: str, width: int) -> str:
+    text = "n/a" if value is None or not math.isfinite(value) else format(value, form)
+    return text.rjust(width)

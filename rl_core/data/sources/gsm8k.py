@@ -1,0 +1,66 @@
+"""Grade-school word problems (GSM8K): `question` and an `answer` that ends in `#### number`."""
+
+import fnmatch
+
+from rl_core.config.schema import DataConfig
+from rl_core.data.rows import Row, make_row, read_rows
+from rl_core.errors import InputError
+from rl_core.storage import Store
+
+SCORER = "gsm8k"
+DEFAULT_PATH = "hf://datasets/openai/gsm8k/main"
+INSTRUCTION = "Reason step by step and end with a line of `#### ` and the number."
+
+
+def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+    """The first rows of the data set's two splits; the order is the files', so the seed changes nothing.
+
+    Raises InputError when the files are missing or a row has not the data set's form.
+    """
+    path = (config.path or DEFAULT_PATH).rstrip("/")
+    return _split(path, "train", "train", config.train_rows), _split(path, "test", "val", config.val_rows)
+
+
+def reference_response(row: Row) -> str:
+    """The data set's worked answer."""
+    return row["extra_info"]["answer"]
+
+
+def _split(path: str, name: str, split: str, count: int | None) -> list[Row]:
+    try:
+        files = [f"{path}/{file}" for file in _files(path, name)]
+        records = [(record, f"{file}, row {i}") for file in files for i, record in enumerate(read_rows(file), start=1)]
+    except Exception as error:
+        if path != DEFAULT_PATH:
+            raise
+        # Offline, a package missing, no such address: with the default path all of them have the same way out.
+        raise InputError(
+            f"{path} within reach, as data.path is unset",
+            f"{type(error).__name__}: {error}",
+            "data.source=gsm8k",
+            f"give a local folder that holds {name}.jsonl or {name}.parquet: data.path=FOLDER",
+        ) from error
+    return [_to_row(record, split, index, where) for index, (record, where) in enumerate(records[:count])]
+
+
+def _files(path: str, name: str) -> list[str]:
+    there = Store(path).listdir()
+    for pattern in (f"{name}.jsonl", f"{name}.parquet", f"{name}-*.parquet"):
+        if found := fnmatch.filter(there, pattern):
+            return found
+    raise InputError(
+        f"{name}.jsonl, {name}.parquet or {name}-*.parquet",
+        f"files {', '.join(there[:10])}" if there else "no such folder, or an empty one",
+        path,
+        "give the folder or URL that holds the data set's files as data.path",
+    )
+
+
+def _to_row(record: Row, split: str, index: int, where: str) -> Row:
+    question, answer = record.get("question"), record.get("answer")
+    if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
+        raise InputError("texts `question` and `answer`", f"columns {sorted(record)}", where, "correct the row")
+    number = answer.rpartition("####")[2].strip().replace(",", "")
+    if "####" not in answer or not number:
+        raise InputError("an `answer` that ends in `#### number`", answer[-80:], where, "correct the row")
+    return make_row("gsm8k", f"{question}\n{INSTRUCTION}", "math", number, answer, split, index)

@@ -1,0 +1,52 @@
+"""The environment of a driver process, set before torch, Ray, Prefect or MLflow are imported.
+
+Everything that they keep goes below the home folder, nothing reports to anybody, and their chatter is off.
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+DEFAULT_HOME = ".rollforward"
+
+
+def home_folder() -> Path:
+    """The absolute home folder: ROLLFORWARD_HOME, or `.rollforward` in the working directory."""
+    return Path(os.environ.get("ROLLFORWARD_HOME", DEFAULT_HOME)).expanduser().absolute()
+
+
+def prepare_environment(home: Path, verbose: bool = False) -> None:
+    """Sets the variables; what the user has set already stays, except where a wrong value breaks the run."""
+    prefect = home / "prefect"
+    defaults = {
+        "OMP_NUM_THREADS": "1",  # the driver only moves small tensors
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # by default Ray gives its workers what others leave of a core
+        "PREFECT_HOME": str(prefect),
+        "PREFECT_LOCAL_STORAGE_PATH": str(prefect / "storage"),
+        "PREFECT_MEMO_STORE_PATH": str(prefect / "memo_store.toml"),
+        "PREFECT_SERVER_LOGGING_LEVEL": "INFO" if verbose else "ERROR",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_LEVEL": "INFO" if verbose else "CRITICAL",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        "PREFECT_CLI_PROMPT": "false",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(_ray_token(home))
+
+
+def _ray_token(home: Path) -> Path:
+    """A file with the secret that this home folder's Ray processes share."""
+    token = home / "ray" / "token"
+    token.parent.mkdir(parents=True, exist_ok=True)
+    if not token.exists():
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+    return token

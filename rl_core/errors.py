@@ -1,0 +1,35 @@
+"""The three kinds of errors, which decide whether a stage is retried.
+
+`TransientError` is retried from the last commit, `InputError` and `TrainingError` are not.
+"""
+
+
+class RollforwardError(Exception):
+    """Base of every error that Rollforward raises on purpose."""
+
+
+class TransientError(RollforwardError):
+    """Something outside the computation failed (lost worker, storage, deadline); a retry may succeed."""
+
+
+class InputError(RollforwardError):
+    """Config, data, model or environment is not usable as given; retrying cannot help.
+
+    The message is made of what was expected, what was seen, where, and what to do next.
+    """
+
+    def __init__(self, expected: str, seen: str, where: str, fix: str) -> None:
+        super().__init__(expected, seen, where, fix)
+        self.expected, self.seen, self.where, self.fix = expected, seen, where, fix
+
+    def __str__(self) -> str:
+        return (
+            f"expected: {self.expected}\n"
+            f"    seen: {self.seen}\n"
+            f"   where: {self.where}\n"
+            f"     fix: {self.fix}"
+        )
+
+
+class TrainingError(RollforwardError):
+    """Training itself went wrong (non-finite loss, weights out of step); state is kept for inspection."""

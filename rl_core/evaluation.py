@@ -1,0 +1,60 @@
+"""Scores of the current policy on the held-out rows, greedy and sampled, through the rollout engine."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_core.cluster.roles import Roles
+from rl_core.config.schema import RunConfig
+from rl_core.data.dataset import RLHFDataset
+from rl_core.data.protocol import DataProto
+from rl_core.errors import TransientError
+from rl_core.rewards.runner import RewardRunner
+from rl_core.steps import response_seeds, response_texts
+
+SAMPLES_SHOWN = 20
+
+
+def evaluate(
+    config: RunConfig, rows: RLHFDataset, roles: Roles, rewards: RewardRunner, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Mean greedy score, mean sampled score over `evaluation.sampled_n` responses a prompt, and a few answers.
+
+    Seeds depend on the run's seed only, so the scores before and after training are of the same draws.
+    """
+    greedy, texts = _scores(config, rows, roles, rewards, tokenizer, 0.0, 1)
+    sampled, _ = _scores(
+        config, rows, roles, rewards, tokenizer, config.evaluation.temperature, config.evaluation.sampled_n
+    )
+    samples = [
+        {
+            "prompt": rows[i]["prompt"][-1]["content"],
+            "ground_truth": rows[i]["reward_model"]["ground_truth"],
+            "answer": texts[i],
+            "score": greedy[i].item(),
+        }
+        for i in range(min(SAMPLES_SHOWN, len(rows)))
+    ]
+    return {"greedy": greedy.mean().item(), "sampled": sampled.mean().item(), "rows": len(rows), "samples": samples}
+
+
+def _scores(
+    config: RunConfig,
+    rows: RLHFDataset,
+    roles: Roles,
+    rewards: RewardRunner,
+    tokenizer: PreTrainedTokenizerBase,
+    temperature: float,
+    n: int,
+) -> tuple[torch.Tensor, list[str]]:
+    chosen = [rows[i] for i in range(len(rows))]
+    prompts = DataProto.from_dict({}, {"prompt_ids": [row["prompt_ids"] for row in chosen], "row": chosen}).repeat(n)
+    seeds = response_seeds(config.trainer.seed, 0, len(prompts))
+    batch = roles.actor.generate_sequences(prompts.union(DataProto.from_dict({}, {"seed": seeds})), temperature)
+    texts = response_texts(batch, tokenizer)
+    results = rewards.score(texts, list(batch.non_tensor_batch["row"]))
+    failed = [result for result in results if result.score is None]
+    if failed:
+        raise TransientError(f"{len(failed)} held-out responses could not be scored: {failed[0].detail}")
+    return torch.tensor([result.score for result in results]), texts

@@ -1,0 +1,264 @@
+"""The report of a run: one HTML page that needs nothing else, with curves, samples and settings for people to read."""
+
+import io
+import math
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from rl_core.console import duration
+
+MAX_SAMPLES = 20
+_MAX_POINTS = 600
+_MAX_TEXT = 2000
+_PHASES_SHOWN = 8
+
+# Colours are names in the picture; the page's style sheet gives each a value for light and for dark.
+_INK, _GRID = "#010101", "#020202"
+_COLOURS = [f"#0300{i:02x}" for i in range(_PHASES_SHOWN)]
+_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {c: f"var(--c{i})" for i, c in enumerate(_COLOURS)}
+_STYLE: Any = {
+    "svg.fonttype": "none", "font.size": 8.5, "axes.edgecolor": _GRID, "axes.labelcolor": _INK, "text.color": _INK,
+    "xtick.color": _INK, "ytick.color": _INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.spines.left": False, "xtick.major.size": 3, "ytick.major.size": 0, "axes.grid": True, "axes.grid.axis": "y",
+    "figure.facecolor": "none", "axes.facecolor": "none", "grid.color": _GRID, "grid.linewidth": 0.7,
+    "axes.axisbelow": True, "axes.formatter.limits": (-3, 5),
+}  # fmt: skip
+
+_FACTS = {
+    "name": "Run", "recipe": "Recipe", "model": "Model", "steps": "Steps", "time": "Time", "started": "Started",
+    "model_version": "Model version", "alias": "Alias", "mlflow_run": "MLflow run", "config_hash": "Config hash",
+    "data_hash": "Data hash", "versions": "Versions",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """A panel: its title, what it tells, and (metric, name in the legend) of each line."""
+
+    title: str
+    text: str
+    series: tuple[tuple[str, str], ...]
+    wide: bool = False
+
+
+_CHARTS = (
+    _Chart("Reward", "Mean score of a step's responses.", (("reward/mean", ""),), wide=True),
+    _Chart(
+        "Mismatch of rollout and trainer",
+        "KL of the two on the same weights, nats per token; near 0 is healthy.",
+        (("kl/rollout_k3", "k3"), ("kl/rollout_k1", "k1")),
+    ),
+    _Chart("KL to the reference", "How far the policy has moved, nats per token.", (("kl/ref", ""),)),
+    _Chart("Entropy", "Spread of the policy's choices, nats per token.", (("actor/entropy", ""),)),
+    _Chart("Response length", "Mean over a step's responses, tokens.", (("response_length/mean", ""),)),
+    _Chart("Gradient norm", "Global L2 norm before clipping.", (("actor/grad_norm", ""),)),
+    _Chart("Learning rate", "Of the policy's optimizer.", (("actor/lr", ""),)),
+    _Chart("Throughput", "Tokens of a step over its time, tokens per second.", (("perf/tokens_per_s", ""),)),
+)
+
+
+def render_report(
+    run: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    samples: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, float | None],
+) -> str:
+    """The page as HTML text; what is missing in the arguments is left out of it.
+
+    run: facts by name (`name recipe model steps started mlflow_run config_hash data_hash model_version alias`),
+        `seconds` (float), `versions` (package → version) and `config`: (key, value, origin) of each value that
+        differs from its default.
+    records: ledger records, {"step": int, "metrics": {name: number}}.
+    samples: {"prompt", "ground_truth", "answer_before", "answer_after": str, "score_before", "score_after": 0 to 1}.
+    summary: `greedy_before greedy_after sampled_before sampled_after`, scores.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    with matplotlib.rc_context(_STYLE):
+        charts = [panel for chart in _CHARTS if (panel := _line_panel(chart, records))]
+        # The last panel is as wide as it takes to leave no hole in the two columns.
+        half = sum(not panel["wide"] for panel in charts)
+        if phases := _phase_panel(records, wide=half % 2 == 0):
+            charts.append(phases)
+    return environment.get_template("report.html.j2").render(
+        name=_clean(str(run.get("name", ""))),
+        scores=_headline(summary),
+        facts=_facts(run),
+        charts=charts,
+        samples=[_sample(sample) for sample in samples[:MAX_SAMPLES]],
+        left_out=max(0, len(samples) - MAX_SAMPLES),
+        config=[(key, _clean(str(value)), origin) for key, value, origin in run.get("config", ())],
+    )
+
+
+def _headline(summary: Mapping[str, float | None]) -> list[dict[str, str]]:
+    """Before, after and gain of each kind of score, as words."""
+    tiles = []
+    for kind, text in (("greedy", "the most likely answer to each held-out prompt"), ("sampled", "sampled answers")):
+        before, after = summary.get(f"{kind}_before"), summary.get(f"{kind}_after")
+        if after is None:
+            continue
+        tile = {"title": f"{kind.capitalize()} score", "text": text, "after": _score(after), "before": "", "gain": ""}
+        if before is not None:
+            gain = after - before
+            points = f"{abs(gain) * 100:.1f} points" if _is_share(before) and _is_share(after) else f"{abs(gain):.3f}"
+            tile |= {"before": _score(before), "gain": f"{'▲' if gain >= 0 else '▼'} {points}"}
+            tile["mood"] = "right" if gain >= 0 else "wrong"
+        tiles.append(tile)
+    return tiles
+
+
+def _is_share(score: float) -> bool:
+    return 0 <= score <= 1
+
+
+def _score(score: float) -> str:
+    return f"{score * 100:.1f} %" if _is_share(score) else f"{score:.3f}"
+
+
+def _facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Title and text of each fact that is known."""
+    known = dict(run)
+    if "seconds" in run:
+        known["time"] = duration(run["seconds"])
+    if "versions" in run:
+        known["versions"] = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
+    return [(title, _clean(str(known[key]))) for key, title in _FACTS.items() if known.get(key) not in (None, "")]
+
+
+def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts made safe to look at and, for before and after, the score in words with its colour class."""
+    shown: dict[str, Any] = {"prompt": _clean(str(sample["prompt"])), "truth": _clean(str(sample["ground_truth"]))}
+    for when in ("before", "after"):
+        answer, score = sample.get(f"answer_{when}"), sample.get(f"score_{when}")
+        shown[when] = {"text": "–" if answer is None else _clean(str(answer)), "mark": "", "mood": ""}
+        if score is not None:
+            mark, mood = ("✓", "right") if score >= 1 else ("✗", "wrong") if score <= 0 else ("≈", "partly")
+            shown[when] |= {"mark": f"{mark} {score:g}" if mood == "partly" else mark, "mood": mood}
+    return shown
+
+
+def _clean(text: str) -> str:
+    """Text that displays as it is: no control or direction-changing characters, and not endless."""
+    if len(text) > _MAX_TEXT:
+        text = f"{text[:_MAX_TEXT]} … ({len(text) - _MAX_TEXT:,} more characters)"
+    hidden = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    return "".join(
+        c if c in "\n\t" or (unicodedata.category(c) not in ("Cc", "Cs") and unicodedata.bidirectional(c) not in hidden)
+        else "\N{REPLACEMENT CHARACTER}"
+        for c in text
+    )  # fmt: skip
+
+
+def _column(records: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:
+    """Values of one metric [len(records)], NaN where a record lacks it or it is not finite."""
+    values = np.array([float(record["metrics"].get(metric, math.nan)) for record in records])
+    return np.where(np.isfinite(values), values, math.nan) if len(values) else values
+
+
+def _thin(values: np.ndarray) -> np.ndarray:
+    """At most `_MAX_POINTS` values, each the mean of its neighbourhood, so that long runs stay small pages."""
+    if len(values) <= _MAX_POINTS:
+        return values
+    return np.array([_mean(part) for part in np.array_split(values, _MAX_POINTS)])
+
+
+def _mean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centred moving mean over about a fifteenth of the points."""
+    half = max(1, len(values) // 30)
+    return np.array([_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))])
+
+
+def _line_panel(chart: _Chart, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Faint raw and thick smoothed lines; None when no record has any of the metrics."""
+    columns = [(label, _column(records, metric)) for metric, label in chart.series]
+    columns = [(label, values) for label, values in columns if np.isfinite(values).any()]
+    if not columns:
+        return None
+    steps = _thin(np.array([float(record["step"]) for record in records]))
+    figure, axes = _axes(chart.wide, steps)
+    for (_, raw), colour in zip(columns, _COLOURS, strict=False):
+        values = _thin(raw)
+        axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.4, marker="o" if len(values) == 1 else "")
+        axes.plot(steps, _smooth(values), color=colour, linewidth=1.9, solid_capstyle="round")
+    axes.margins(y=0.08)
+    low, high = axes.get_ylim()
+    if high - low > 1000:
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    legend = [(label, i) for i, (label, _) in enumerate(columns)] if len(columns) > 1 else []
+    label, values = columns[0]
+    first, last = values[np.isfinite(values)][[0, -1]]
+    return {
+        "title": chart.title, "text": chart.text, "wide": chart.wide, "legend": legend,
+        "ends": f"{label} {_short(first)} → {_short(last)}", "svg": _svg(figure, chart.title),
+    }  # fmt: skip
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _phase_panel(records: Sequence[Mapping[str, Any]], wide: bool) -> dict[str, Any] | None:
+    """Stacked seconds of each phase of a step; the smallest phases beyond eight are one."""
+    names = dict.fromkeys(name for record in records for name in record["metrics"] if name.startswith("time/"))
+    phases = {n.removeprefix("time/"): np.nan_to_num(_column(records, n)) for n in names if n != "time/step"}
+    if not phases:
+        return None
+    if len(phases) > _PHASES_SHOWN:
+        smallest = sorted(phases, key=lambda name: phases[name].sum())[: len(phases) - _PHASES_SHOWN + 1]
+        phases["other"] = np.sum([phases.pop(name) for name in smallest], axis=0)
+    steps = _thin(np.array([float(record["step"]) for record in records]))
+    figure, axes = _axes(wide, steps)
+    axes.stackplot(steps, *[_thin(v) for v in phases.values()], colors=_COLOURS, alpha=0.85, linewidth=0)
+    total = np.sum(list(phases.values()), axis=0)
+    # One slow step (the first compiles) would flatten all the others.
+    axes.set_ylim(0, min(_thin(total).max(), 2 * np.median(total)) * 1.08 or 1.0)
+    return {
+        "title": "Time per phase", "text": "Seconds of a step, stacked; what is far above the rest is cut off.",
+        "wide": wide, "legend": [(name.replace("_", " "), i) for i, name in enumerate(phases)],
+        "ends": f"median {duration(float(np.median(total)))} per step",
+        "svg": _svg(figure, "Time per phase"),
+    }  # fmt: skip
+
+
+def _axes(wide: bool, steps: np.ndarray) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(10.8, 2.3) if wide else (5.3, 2.1), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    if len(steps) > 1:
+        axes.set_xlim(steps[0], steps[-1])
+    return figure, axes
+
+
+def _svg(figure: Figure, title: str) -> Markup:
+    """The figure as an inline SVG element whose colours follow the page."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": title}):
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", text, flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, variable)
+    return Markup(text.replace("<svg", '<svg role="img"', 1))

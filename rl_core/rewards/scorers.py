@@ -1,0 +1,109 @@
+"""Scorers: functions of a response and its row that give a number.
+
+They run in processes of their own, so this module imports nothing heavy.
+"""
+
+import difflib
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from rl_core.data.sources import load_source, source_names
+from rl_core.errors import InputError
+
+Row = dict[str, Any]
+Scorer = Callable[[str, Row], float]
+
+WINDOW = 1000
+"""Characters at the end of a response in which a number is looked for."""
+# A sign counts only where it is not a minus between two values. Each part matches in one way: nothing backtracks far.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]])(?P<sign>[-+\u2212]))?(?:\$(?P<inner>[-+\u2212]?))?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+
+
+def exact(response: str, row: Row) -> float:
+    """1 when the response is the ground truth, white space aside."""
+    return float(response.split() == _truth(row).split())
+
+
+def numeric(response: str, row: Row) -> float:
+    """1 when the last number of the response equals the ground truth."""
+    return float(_last_number(_window(response)) == _true_number(row))
+
+
+def gsm8k(response: str, row: Row) -> float:
+    """1 when the number after the last `####` equals the ground truth; 0 without such a number."""
+    _, mark, answer = _window(response).rpartition("####")
+    match = _NUMBER.search(answer) if mark else None
+    return float(match is not None and _value(match) == _true_number(row))
+
+
+SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric, "gsm8k": gsm8k}
+
+
+@functools.lru_cache(maxsize=256)
+def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
+    """The function for a scorer's name, a source's name or `package.module:function`.
+
+    Raises InputError with the nearest names when there is none.
+    """
+    if name in SCORERS:
+        return SCORERS[name]
+    if ":" in name:
+        return _import_scorer(name, where)
+    if name in source_names() and (scorer := load_source(name).SCORER):
+        return SCORERS[scorer]
+    names = [*SCORERS, *(source for source in source_names() if source not in SCORERS and load_source(source).SCORER)]
+    nearest = difflib.get_close_matches(name, names, cutoff=0.4)
+    raise InputError(
+        f"a scorer among {', '.join(names)}, or package.module:function",
+        f"'{name}'",
+        where,
+        (f"did you mean {' or '.join(nearest)}? " if nearest else "")
+        + "Set reward.function to the scorer of all rows, or name it in the rows' data_source",
+    )
+
+
+def _import_scorer(name: str, where: str) -> Scorer:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
+        seen = f"'{name}' ({type(error).__name__}: {error})"
+        fix = "check the spelling and that its folder is on PYTHONPATH"
+        raise InputError("package.module:function that can be imported", seen, where, fix) from error
+    if not callable(found):
+        raise InputError("a function", f"'{name}' is a {type(found).__name__}", where, "name a function of the module")
+    scorer: Scorer = found
+    return scorer
+
+
+def _truth(row: Row) -> str:
+    return str(row["reward_model"]["ground_truth"])
+
+
+def _true_number(row: Row) -> Decimal:
+    number = _last_number(_window(_truth(row)))
+    if number is None:
+        raise ValueError(f"ground truth {_truth(row)[:80]!r} is not a number")
+    return number
+
+
+def _window(text: str) -> str:
+    # A number that is cut by the window's start must not be read as another one.
+    return text if len(text) <= WINDOW else text[-WINDOW:].lstrip("0123456789.,")
+
+
+def _last_number(text: str) -> Decimal | None:
+    matches = list(_NUMBER.finditer(text))
+    return _value(matches[-1]) if matches else None
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    number = Decimal(match["digits"].replace(",", ""))
+    return -number if (match["sign"] or match["inner"]) in ("-", "\u2212") else number

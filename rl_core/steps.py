@@ -1,0 +1,139 @@
+"""The driver's part of a step: prompts to a batch, responses to rewards, rows to a balanced order, and a record."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rl_core.algorithms.kl import kl_estimate
+from rl_core.algorithms.masked import masked_mean
+from rl_core.config.schema import RunConfig
+from rl_core.data.dataset import RLHFDataset
+from rl_core.data.protocol import DataProto
+from rl_core.errors import TransientError
+from rl_core.metrics import Metrics
+from rl_core.rewards.runner import RewardRunner
+
+
+def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step: int) -> DataProto:
+    """The rows' prompts, each `rollout.n` times, with a `uid` per prompt and a sampling `seed` per response.
+
+    Seeds depend on run seed, step and place only, so a repeated step draws the same responses.
+    """
+    chosen = [rows[i] for i in indices]
+    batch = DataProto.from_dict(
+        {},
+        {
+            "prompt_ids": [row["prompt_ids"] for row in chosen],
+            "row": [{key: value for key, value in row.items() if key != "prompt_ids"} for row in chosen],
+            "uid": [f"{step}-{place}" for place in range(len(chosen))],
+        },
+    ).repeat(config.rollout.n)
+    return batch.union(DataProto.from_dict({}, {"seed": response_seeds(config.trainer.seed, step, len(batch))}))
+
+
+def response_seeds(seed: int, step: int, count: int) -> list[int]:
+    """One sampling seed a response, from the run's seed and the step."""
+    return np.random.SeedSequence([seed, step]).generate_state(count).tolist()
+
+
+def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The responses as text, without special tokens."""
+    lengths = batch.batch["response_length"].tolist()
+    ids = [row[:length].tolist() for row, length in zip(batch.batch["responses"], lengths, strict=True)]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def score(
+    batch: DataProto, rewards: RewardRunner, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
+) -> DataProto:
+    """Adds `token_level_scores` [B, R], the score on each response's last token, and `scored` [B], who has one.
+
+    A response without a score trains nothing: its mask is 0 and it leaves its group. Raises TransientError when more
+    than `reward.max_failed_share` of them have none.
+    """
+    results = rewards.score(response_texts(batch, tokenizer), list(batch.non_tensor_batch["row"]))
+    scored_B = torch.tensor([result.score is not None for result in results])
+    failed = [result for result in results if result.score is None]
+    if len(failed) > config.reward.max_failed_share * len(results):
+        raise TransientError(
+            f"step {step}: {len(failed)} of {len(results)} responses could not be scored, more than "
+            f"reward.max_failed_share={config.reward.max_failed_share}; "
+            f"the first: {failed[0].status}: {failed[0].detail}"
+        )
+    score_B = torch.tensor([result.score or 0.0 for result in results])
+    if config.reward.shuffle_control:
+        score_B = _of_other_prompts(score_B, config, step)
+    tensors = batch.batch
+    scores_BR = torch.zeros_like(tensors["response_mask"])
+    last_B = (tensors["response_length"] - 1).clamp(min=0)
+    scores_BR[torch.arange(len(batch)), last_B] = score_B
+    uid = batch.non_tensor_batch["uid"].copy()
+    for place in (~scored_B).nonzero().flatten().tolist():
+        uid[place] = f"{uid[place]}-failed-{place}"
+    mask_BR = tensors["response_mask"] * scored_B[:, None]
+    return DataProto(
+        {**tensors, "token_level_scores": scores_BR, "scored": scored_B, "response_mask": mask_BR},
+        {**batch.non_tensor_batch, "uid": uid},
+        batch.meta_info,
+    )
+
+
+def _of_other_prompts(score_B: Tensor, config: RunConfig, step: int) -> Tensor:
+    """Each prompt's rewards handed to another prompt's responses."""
+    by_prompt = score_B.view(-1, config.rollout.n)
+    order = np.random.default_rng([config.trainer.seed, step]).permutation(len(by_prompt))
+    return by_prompt[torch.from_numpy(order)].flatten()
+
+
+def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:
+    """Row order in which every rank's share holds its part of each mini-batch, of about equal token sums.
+
+    Rows are dealt by length, back and forth over the ranks, within each mini-batch.
+    """
+    length_B = (batch.batch["prompt_length"] + batch.batch["response_length"]).tolist()
+    world, per_mini = config.world_size, config.mini_batch_size * config.rollout.n
+    ranks: list[list[int]] = [[] for _ in range(world)]
+    if world == 1:
+        return list(range(len(batch)))
+    for start in range(0, len(batch), per_mini):
+        by_length = sorted(range(start, start + per_mini), key=lambda i: (-length_B[i], i))
+        for deal in range(0, per_mini, world):
+            hand = by_length[deal : deal + world]
+            for rank, row in enumerate(hand if deal // world % 2 == 0 else hand[::-1]):
+                ranks[rank].append(row)
+    return [row for rank in ranks for row in rank]
+
+
+def apply_kl(batch: DataProto, coef: float) -> tuple[DataProto, Metrics]:
+    """Adds `token_level_rewards`: the scores less `coef` times the per-token KL (k1) against the reference."""
+    scores_BR, metrics = batch.batch["token_level_scores"], {}
+    rewards_BR = scores_BR
+    if "ref_log_prob" in batch.batch:
+        mask_BR = batch.batch["response_mask"]
+        kl_BR = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], "k1") * mask_BR
+        metrics["kl/ref"] = masked_mean(kl_BR, mask_BR).item()
+        rewards_BR = scores_BR - coef * kl_BR
+    return batch.union(DataProto({"token_level_rewards": rewards_BR}, {}, {})), metrics
+
+
+def rollout_parquet(batch: DataProto) -> bytes:
+    """The step's trajectories as parquet: ids, masks, log-probs, scores and statuses, without padding."""
+    prompt_length, length = batch.batch["prompt_length"].tolist(), batch.batch["response_length"].tolist()
+    columns: dict[str, Any] = {
+        name: batch.non_tensor_batch[name].tolist() for name in ("uid", "seed", "stop_reason", "status")
+    }
+    columns["row"] = [row["extra_info"]["index"] for row in batch.non_tensor_batch["row"]]
+    columns["version"] = batch.batch["version"].tolist()
+    columns["prompt_ids"] = [row[:n] for row, n in zip(batch.batch["prompts"].tolist(), prompt_length, strict=True)]
+    for name, tensor in sorted(batch.batch.items()):
+        if tensor.shape == batch.batch["responses"].shape:
+            columns[name] = [row[:n] for row, n in zip(tensor.tolist(), length, strict=True)]
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()

@@ -1,0 +1,68 @@
+"""Sharded checkpoints of a training engine by torch.distributed.checkpoint, on any storage.
+
+Every rank writes its own shards; the driver commits the folder afterwards. Loading reshards to the present world size.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from transformers import PreTrainedModel
+
+from rl_core.storage import MANIFEST, Store
+from rl_core.training.engine import DTYPES, TrainEngine
+
+
+def save_engine(engine: TrainEngine, store: Store, folder: str) -> None:
+    """Writes the engine's state as shards into `folder` of the store; all ranks take part."""
+    local = store.local_path(folder)
+    if local is not None:
+        dcp.save(engine.state(), checkpoint_id=local)
+        return
+    with tempfile.TemporaryDirectory() as staging:
+        dcp.save(engine.state(), checkpoint_id=staging)
+        store.upload(Path(staging), folder)
+    dist.barrier()
+
+
+def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
+    """Puts the state in `folder` of the store into the engine, whatever world size wrote it."""
+    state = engine.state()
+    local = store.local_path(folder)
+    if local is not None:
+        dcp.load(state, checkpoint_id=local)
+    else:
+        with tempfile.TemporaryDirectory() as staging:
+            store.download(folder, Path(staging))
+            dcp.load(state, checkpoint_id=staging)
+    engine.load_state(state)
+
+
+def export_model(
+    engine: TrainEngine, model: PreTrainedModel, dtype: str, source: Path, store: Store, folder: str
+) -> None:
+    """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config and tokenizer.
+
+    Args:
+        source: the folder that the model came from, whose tokenizer and templates go along.
+    """
+    weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters(model)}
+    if dist.get_rank() == 0:
+        if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+            weights.pop("lm_head.weight", None)
+        model.config.dtype = DTYPES[dtype]
+        with tempfile.TemporaryDirectory() as staging:
+            target = Path(staging)
+            model.save_pretrained(target, state_dict=weights)
+            for file in source.iterdir():
+                if file.is_file() and not (target / file.name).exists() and not _is_weights(file.name):
+                    shutil.copyfile(file, target / file.name)
+            store.remove(folder)
+            store.upload(target, folder)
+    dist.barrier()
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".index.json")) or name == MANIFEST

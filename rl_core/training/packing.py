@@ -1,0 +1,75 @@
+"""Micro-batches by token budget, and the way between the padded view [B, R] and packed rows.
+
+Rows come as a batch with `prompts` [B, P] and `responses` [B, R] (both right-padded) and their lengths
+`prompt_length`, `response_length` [B].
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.data.protocol import DataProto
+from rl_core.models.load import Packed
+
+
+def balanced_parts(lengths: list[int], parts: int) -> list[list[int]]:
+    """Row indices in `parts` groups of about equal token sums: longest first, each into the emptiest group."""
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        # Empty groups come first, so that no group stays empty while there are rows for it.
+        lightest = min(range(parts), key=lambda g: (loads[g], g))
+        groups[lightest].append(index)
+        loads[lightest] += lengths[index]
+    return [sorted(group) for group in groups]
+
+
+def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Row indices in as few balanced groups as hold at most `max_tokens` each; the number is agreed by all ranks.
+
+    Raises ValueError when one row alone is above the budget.
+    """
+    if max(lengths) > max_tokens:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
+    parts = -(-sum(lengths) // max_tokens)
+    while max(sum(lengths[i] for i in group) for group in balanced_parts(lengths, parts)) > max_tokens:
+        parts += 1
+    agreed = torch.tensor(parts)
+    if dist.is_initialized():
+        # FSDP gathers weights in every forward, so ranks must run the same number of them.
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        agreed = agreed.to(device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return balanced_parts(lengths, int(agreed))
+
+
+class MicroBatch:
+    """Some rows of a batch, packed; `target_N` are the indices of all response tokens in the packed row."""
+
+    def __init__(self, rows: DataProto, device: torch.device) -> None:
+        self.rows = rows
+        prompts, responses = rows.batch["prompts"], rows.batch["responses"]
+        prompt_length_B, length_B = rows.batch["prompt_length"], rows.batch["response_length"]
+        sequences = [
+            torch.cat([prompts[i, : prompt_length_B[i]], responses[i, : length_B[i]]]) for i in range(len(rows))
+        ]
+        self.packed = Packed(sequences, device)
+        total_B = prompt_length_B + length_B
+        first_B = total_B.cumsum(0) - total_B + prompt_length_B
+        place_R = torch.arange(responses.shape[1])
+        self._real_BR = (place_R < length_B[:, None]).to(device)
+        self.target_N = (first_B[:, None] + place_R).to(device)[self._real_BR]
+
+    def pad(self, values_N: Tensor) -> Tensor:
+        """Values of the response tokens [N] as [B, R], 0 behind the end of a response."""
+        padded_BR = torch.zeros(self._real_BR.shape, dtype=values_N.dtype, device=values_N.device)
+        return padded_BR.masked_scatter(self._real_BR, values_N)
+
+
+def micro_batches(rows: DataProto, max_tokens: int, device: torch.device) -> Iterator[tuple[list[int], MicroBatch]]:
+    """The rows in micro-batches of at most `max_tokens` tokens, with each one's row indices."""
+    lengths = (rows.batch["prompt_length"] + rows.batch["response_length"]).tolist()
+    for indices in split_by_tokens(lengths, max_tokens):
+        yield indices, MicroBatch(rows[indices], device)

@@ -1,0 +1,18 @@
+"""Stage: the run's training and held-out rows, checked and committed."""
+
+from typing import Any
+
+from rl_core.data import prepare
+from tasks.session import current_session
+from tasks.stage import stage
+
+
+@stage("prepare data")
+def prepare_data() -> dict[str, Any]:
+    """Commits the rows once; returns their counts and hash."""
+    session = current_session()
+    facts = prepare.prepare_data(session.config, session.store, session.tokenizer)
+    session.rewards.check(session.train_rows.rows + session.val_rows.rows)
+    session.tracker.set_tags({"rollforward.data_hash": facts["data_hash"]})
+    session.console.note(f"{facts['train_rows']} training rows, {facts['val_rows']} held out")
+    return facts

@@ -1,0 +1,127 @@
+"""What a run is on disk: its name, its config, and the lock that keeps two processes from writing one run."""
+
+import fcntl
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO
+
+from rl_core.config.compose import Composed, config_hash, diff, from_dict
+from rl_core.errors import InputError
+from rl_core.storage import Store
+
+RUN_FILE = "run.json"
+MODELS = {"base": "base", "warm_start": "warm_start"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that this process has the lock of."""
+
+    name: str
+    composed: Composed
+    home: Path
+    store: Store
+    lock: IO[str]
+
+    @property
+    def url(self) -> str:
+        """Where the run is kept."""
+        return self.store.url
+
+
+def open_run(composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False) -> Run:
+    """Begins a run or takes an existing one up again.
+
+    Without `name` a run is named after recipe and config, so the same command finds it again; `new` takes the next
+    free name instead. Raises InputError when the run exists and neither `resume` nor `name` says to go on, when its
+    config was another, when there is nothing to resume, or when another process works on it.
+    """
+    root = Store(composed.config.storage.root or str(home / "runs"))
+    wanted = name or f"{Path(composed.recipe).stem}-{config_hash(composed.config)[:8]}"
+    if new:
+        wanted = _free_name(root, wanted)
+    store = root.child(wanted)
+    exists = store.exists(RUN_FILE)
+    if exists and not (resume or name):
+        raise InputError(
+            "a run that does not exist yet",
+            f"run {wanted} is there already",
+            store.url,
+            "add --resume to continue or show it, or --new to start another with the same config",
+        )
+    if resume and not exists:
+        raise InputError(
+            "a run to resume", f"no run {wanted}", root.url, f"leave --resume out, or name one of: {_names(root)}"
+        )
+    lock = _lock(home, wanted)
+    if exists:
+        _check_same_config(store, composed, wanted)
+    else:
+        store.check_writable()
+        store.write_json(
+            RUN_FILE,
+            {
+                "name": wanted,
+                "recipe": composed.recipe,
+                "config": composed.config.model_dump(mode="json"),
+                "config_hash": config_hash(composed.config),
+                "code_version": code_version(),
+                "created": time.time(),
+            },
+        )
+    return Run(wanted, composed, home, store, lock)
+
+
+def code_version() -> str:
+    """The installed version, with the commit where the code is a git checkout."""
+    folder = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return version("rollforward") + (f"+{commit}" if commit else "")
+
+
+def _check_same_config(store: Store, composed: Composed, name: str) -> None:
+    changed = diff(from_dict(store.read_json(RUN_FILE)["config"]), composed.config)
+    if changed:
+        raise InputError(
+            f"the config that run {name} was started with",
+            "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in changed.items()),
+            store.url,
+            "give the same overrides again, or another --run NAME",
+        )
+
+
+def _free_name(root: Store, base: str) -> str:
+    name, number = base, 1
+    while root.exists(f"{name}/{RUN_FILE}"):
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def _names(root: Store) -> str:
+    return ", ".join(sorted(root.listdir())) or "none there"
+
+
+def _lock(home: Path, name: str) -> IO[str]:
+    """An exclusive lock that ends with this process, however it ends."""
+    path = home / "locks" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise InputError(
+            "a run that no other process works on", f"{holder} does", f"run {name}", "wait for it, or give --run NAME"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    return file

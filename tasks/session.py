@@ -1,0 +1,199 @@
+"""What the stages of one run share in the flow's process: workers, trainer, tracker and console.
+
+Stages are Prefect tasks with JSON-sized inputs; they find the session of the flow that called them here.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from rl_core.cluster.resources import ray_session
+from rl_core.cluster.roles import Roles
+from rl_core.config.compose import config_hash, flatten, to_yaml
+from rl_core.config.schema import RunConfig
+from rl_core.console import Console
+from rl_core.data.dataset import RLHFDataset
+from rl_core.ledger import Ledger
+from rl_core.models.load import check_model_folder, load_tokenizer
+from rl_core.models.tiny import save_tiny_model
+from rl_core.rewards.runner import RewardRunner
+from rl_core.storage import Store
+from rl_core.trainer import CHECKPOINTS, PPOTrainer
+from rl_core.warm_start import FOLDER as WARM_START
+from tasks.registry import Registry
+from tasks.runs import Run
+from tasks.tracking import Tracker, default_tracking_uri
+
+_current: ContextVar["Session"] = ContextVar("session")
+
+
+def current_session() -> "Session":
+    """The session of the running flow."""
+    return _current.get()
+
+
+class Session:
+    """One run in one process; workers start when a stage first needs them and end with the session."""
+
+    def __init__(self, run: Run, verbose: bool) -> None:
+        """Cheap; nothing is started."""
+        self.run, self.verbose = run, verbose
+        if not verbose:
+            transformers_logging.disable_progress_bar()
+        self.config: RunConfig = run.composed.config
+        self.store: Store = run.store
+        self.console = Console()
+        self._resources = ExitStack()
+        self._trainer: PPOTrainer | None = None
+        self._seconds: list[float] = []
+
+    @property
+    def tracking_uri(self) -> str:
+        """Where MLflow keeps this run."""
+        return self.config.tracking.uri or default_tracking_uri(self.run.home)
+
+    @cached_property
+    def tracker(self) -> Tracker:
+        """The run's MLflow run, opened with its config."""
+        local = self.run.home / "mlartifacts" if self.config.tracking.uri is None else None
+        digest = config_hash(self.config)
+        tracker = Tracker(self.tracking_uri, self.config.tracking.experiment, self.run.name, digest, local)
+        tracker.log_config(flatten(self.config), to_yaml(self.config), digest)
+        return tracker
+
+    @cached_property
+    def registry(self) -> Registry:
+        """The registered model that the run's versions belong to."""
+        return Registry(self.tracking_uri, self.config.registry.model_name)
+
+    @cached_property
+    def base_model(self) -> Path:
+        """Folder of the model that the run starts from; the offline model is built on first use."""
+        if self.config.model.path != "tiny":
+            return check_model_folder(self.config.model.path)
+        folder = self.run.home / "models" / f"tiny-{config_hash(self.config)[:16]}"
+        if not folder.exists():
+            draft = folder.with_name(f"{folder.name}.draft")
+            shutil.rmtree(draft, ignore_errors=True)
+            length = self.config.data.max_prompt_length + self.config.data.max_response_length
+            save_tiny_model(draft, self.config.model.tiny, length, self.config.trainer.seed)
+            draft.rename(folder)
+        return folder
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return load_tokenizer(self.base_model)
+
+    @cached_property
+    def train_rows(self) -> RLHFDataset:
+        """The committed training rows."""
+        return RLHFDataset.load(self.store, "train", self.tokenizer)
+
+    @cached_property
+    def val_rows(self) -> RLHFDataset:
+        """The committed held-out rows."""
+        return RLHFDataset.load(self.store, "val", self.tokenizer)
+
+    @property
+    def policy_model(self) -> Path:
+        """Folder of the policy that reinforcement starts from: after the warm start, or the base model."""
+        if not self.config.warm_start.steps:
+            return self.base_model
+        return self.local_copy(WARM_START)
+
+    def local_copy(self, folder: str) -> Path:
+        """A committed folder of the store as a folder on this machine."""
+        local = self.store.local_path(folder)
+        if local is None:
+            local = self.run.home / "cache" / self.run.name / folder
+            if not local.exists():
+                self.store.download(folder, local)
+        return local
+
+    @cached_property
+    def roles(self) -> Roles:
+        """The worker groups, started with Ray."""
+        self._resources.enter_context(ray_session(self.run.home, self.config.world_size, self.verbose))
+        roles = Roles(self.config)
+        self._resources.callback(roles.close)
+        return roles
+
+    @cached_property
+    def rewards(self) -> RewardRunner:
+        """The scoring processes."""
+        return self._resources.enter_context(RewardRunner(self.config.reward))
+
+    @property
+    def trainer(self) -> PPOTrainer:
+        """The trainer, started at the last committed step."""
+        if self._trainer is None:
+            manifest = self.store.read_manifest("data")
+            assert manifest is not None, "data is prepared before training"
+            trainer = PPOTrainer(
+                self.config,
+                self.store,
+                self.tokenizer,
+                self.train_rows,
+                manifest["meta"]["data_hash"],
+                self.roles,
+                self.rewards,
+                self._show_step,
+                self.flush_metrics,
+            )
+            trainer.start(str(self.policy_model))
+            self._trainer = trainer
+        return self._trainer
+
+    def _show_step(self, record: dict[str, Any]) -> None:
+        total, metrics = self.config.trainer.steps, record["metrics"]
+        self._seconds = [*self._seconds[-9:], metrics["time/step"]]
+        left = (total - record["step"]) * sum(self._seconds) / len(self._seconds)
+        self.console.step(record["step"], total, metrics, left)
+
+    def flush_metrics(self, step: int) -> None:
+        """Sends to MLflow what it does not have yet of the records up to the committed `step`."""
+        self.tracker.flush(self.records(step))
+
+    def records(self, upto: int | None = None) -> list[dict[str, Any]]:
+        """Ledger records of all committed steps, or of those up to `upto`."""
+        return Ledger(self.store).records(self.committed_step() if upto is None else upto)
+
+    def committed_step(self) -> int:
+        """The newest step that a checkpoint covers, 0 when there is none."""
+        return max(self.store.committed_steps(CHECKPOINTS), default=0)
+
+    def drop_workers(self) -> None:
+        """Ends workers, Ray and scoring processes; the next stage that needs them starts anew from the last commit."""
+        self._trainer = None
+        for name in ("roles", "rewards"):
+            self.__dict__.pop(name, None)
+        self._resources.close()
+
+
+@contextmanager
+def open_session(run: Run, verbose: bool = False) -> Iterator[Session]:
+    """The session of a flow; everything that it started is gone afterwards, and MLflow knows how the run ended."""
+    session = Session(run, verbose)
+    token = _current.set(session)
+    status: Any = "FAILED"
+    try:
+        yield session
+        status = "FINISHED"
+    except BaseException as error:
+        status = "FAILED" if isinstance(error, Exception) else "KILLED"
+        raise
+    finally:
+        session.drop_workers()
+        if "tracker" in session.__dict__:
+            session.tracker.end(status)
+        _current.reset(token)
+        sys.stdout.flush()

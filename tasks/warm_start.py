@@ -1,0 +1,21 @@
+"""Stage: supervised steps on reference answers, so that reinforcement finds rewards to learn from."""
+
+from rl_core import warm_start as supervised
+from tasks.session import current_session
+from tasks.stage import stage
+
+
+@stage("warm start")
+def warm_start() -> None:
+    """Commits the folder `warm_start` once."""
+    session = current_session()
+    if session.store.read_manifest(supervised.FOLDER):
+        return
+    total = session.config.warm_start.steps
+
+    def show(step: int, loss: float) -> None:
+        if step in (1, total) or step % max(1, total // 4) == 0:
+            session.console.note(f"supervised step {step}/{total}  loss {loss:.3f}")
+
+    session.roles.init_warm_start(str(session.base_model))
+    supervised.warm_start(session.config, session.train_rows, session.roles, session.tokenizer, session.store, show)

@@ -1,0 +1,194 @@
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_core.config.compose import compose, config_hash, diff, flatten, from_dict, recipe_names, to_yaml
+from rl_core.config.schema import RunConfig
+from rl_core.errors import InputError
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_composes(name: str) -> None:
+    composed = compose(name, [])
+    assert composed.recipe == name and f"recipe {name}" in composed.origins.values()
+
+
+def test_recipes_are_the_ones_that_are_documented() -> None:
+    assert recipe_names() == ["demo", "grpo", "gsm8k", "ppo"]
+    assert compose("ppo", []).config.needs_critic and not compose("demo", []).config.needs_critic
+    assert compose("gsm8k", []).config.needs_reference
+
+
+def test_later_layers_win_and_each_value_knows_its_layer() -> None:
+    composed = compose("demo", ["actor.optim.lr=3e-4", "trainer.steps=7", "trainer.steps=9"])
+    config, origins = composed.config, composed.origins
+    assert config.actor.optim.lr == 3e-4 and origins["actor.optim.lr"] == "override"
+    assert config.trainer.steps == 9 and origins["trainer.steps"] == "override"
+    assert config.actor.clip_ratio == 0.3 and origins["actor.clip_ratio"] == "recipe demo"
+    assert config.rollout.n == 8 and origins["rollout.n"] == "recipe grpo"
+    assert config.trainer.seed == 0 and origins["trainer.seed"] == "default"
+    assert list(origins) == list(flatten(config))
+
+
+def test_recipe_files_build_on_recipes_and_on_files_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub", "base", "defaults: [demo]\ntrainer: {steps: 5, seed: 5}\n")
+    path = write(tmp_path, "mine", "defaults: [gsm8k, sub/base.yaml]\ntrainer:\n  seed: 6\nactor.clip_ratio: 0.1\n")
+    composed = compose(path, [])
+    assert composed.config.trainer.steps == 5 and composed.origins["trainer.steps"] == "recipe sub/base.yaml"
+    assert composed.config.trainer.seed == 6 and composed.origins["trainer.seed"] == f"recipe {path}"
+    assert composed.config.data.source == "sort_digits", "a later one of the defaults wins"
+    assert composed.config.actor.kl_loss_coef == 1e-3, "what only an earlier one sets stays"
+    assert composed.config.actor.clip_ratio == 0.1
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("actor.optim.lr=1e-3", "actor.optim.lr", 1e-3),
+        ("actor.optim.lr=1", "actor.optim.lr", 1.0),
+        ("actor.mini_batch_size=null", "actor.mini_batch_size", None),
+        ("actor.mini_batch_size=", "actor.mini_batch_size", None),
+        ("registry.promote=false", "registry.promote", False),
+        ("registry.model_name=no", "registry.model_name", "no"),
+        ("registry.model_name=2026-01-01", "registry.model_name", "2026-01-01"),
+        ("registry.model_name='12'", "registry.model_name", "12"),
+        ("reward.function=my.module:score", "reward.function", "my.module:score"),
+        ("storage.root=s3://bucket/a=b", "storage.root", "s3://bucket/a=b"),
+        ("actor.optim.betas=[0.9, 0.95]", "actor.optim.betas", "[0.9, 0.95]"),
+        ("trainer={steps: 3}", "trainer.steps", 3),
+    ],
+)
+def test_override_values_are_read_as_one_means_them(override: str, key: str, value: object) -> None:
+    seen = flatten(compose("demo", [override]).config)[key]
+    assert seen == value and type(seen) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.stepz=1", ["trainer.steps", "trainer.stepz", "override"]),
+        ("lr=1", ["actor.optim.lr", "critic.optim.lr"]),
+        ("trianer.steps.x=1", ["trainer.steps"]),
+        ("trainer.steps", ["KEY=VALUE", "trainer.steps=VALUE"]),
+        ("trainer=3", ["keys under the section trainer", "trainer.steps"]),
+        ("trainer.steps=abc", ["whole number of at least 1", '"abc"', "trainer.steps (override)"]),
+        ("trainer.steps=0", ["whole number of at least 1", "= 0"]),
+        ("trainer.steps=2.5", ["whole number", "2.5"]),
+        ("trainer.steps=true", ["whole number", "true"]),
+        ("trainer.steps=null", ["whole number", "null"]),
+        ("algorithm.gamma=1.5", ["a number of at least 0 and at most 1", "1.5"]),
+        ("actor.optim.lr=0", ["a number above 0"]),
+        ("actor.optim.lr=.nan", ["a number above 0"]),
+        ("actor.optim.betas=[0.9]", ["a list of 2 numbers"]),
+        ("model.dtype=int8", ["one of float32, bfloat16", "int8"]),
+        ("registry.promote=1", ["true or false"]),
+        ("registry.model_name=12", ["text", "registry.model_name='\"12\"'"]),
+        ("data.source=[x", ["valid YAML", "data.source=[x"]),
+        ("rollout.n=1", ["rollout.n (override)", "algorithm.estimator (recipe grpo)", "at least 2"]),
+        ("actor.mini_batch_size=7", ["must divide", "data.train_batch_size (recipe demo)"]),
+    ],
+)
+def test_a_wrong_override_is_explained(override: str, words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        compose("demo", [override])
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in:\n{caught.value}"
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        compose("demo", ["trainer.stepz=1", "trainer.seed=-1", "oops", "data.source=[x"])
+    text = str(caught.value)
+    assert "4 problems" in text
+    assert all(word in text for word in ("trainer.stepz", "trainer.seed", "'oops'", "valid YAML"))
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest_and_all_names(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="demo, grpo, gsm8k, ppo(.|\n)*nearest name is gsm8k"):
+        compose("gsm", [])
+    with pytest.raises(InputError, match="nowhere.yaml"):
+        compose(str(tmp_path / "nowhere.yaml"), [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trainer: [1", "valid YAML"),
+        ("trainer:\n  steps: 1\n  steps: 2\n", "'steps' is given twice"),
+        ("- 1\n", "a mapping of settings"),
+        ("defaults: grpo\n", "`defaults`"),
+        ("defaults: [nope]\n", "'nope'"),
+        ("defaults: [mine.yaml]\n", "do not start from themselves"),
+        ("defaults: [other.yaml]\n", "mine.yaml → .*other.yaml → .*mine.yaml"),
+        ("trainer:\n", "keys under the section trainer"),
+        ("trainer: {stepz: 1}\n", "trainer.stepz(.|\n)*recipe .*mine.yaml(.|\n)*trainer.steps"),
+    ],
+)
+def test_a_wrong_recipe_is_explained(tmp_path: Path, text: str, words: str) -> None:
+    write(tmp_path, "other", "defaults: [mine.yaml]")
+    with pytest.raises(InputError, match=words):
+        compose(write(tmp_path, "mine", text), [])
+
+
+def test_an_empty_recipe_and_a_base_used_twice_are_fine(tmp_path: Path) -> None:
+    assert compose(write(tmp_path, "empty", "# nothing\n"), []).config == RunConfig()
+    assert compose(write(tmp_path, "twice", "defaults: [grpo, demo, grpo]\n"), []).config.trainer.steps == 150
+
+
+def test_yaml_and_dictionary_bring_the_config_back(tmp_path: Path) -> None:
+    config = compose("gsm8k", ["registry.model_name='1e3'", "tracking.experiment='on'", "data.path=a b"]).config
+    assert compose(write(tmp_path, "again", to_yaml(config)), []).config == config
+    assert from_dict(config.model_dump()) == config and from_dict(config.model_dump(mode="json")) == config
+    with pytest.raises(InputError, match="trainer.stepz"):
+        from_dict({"trainer": {"stepz": 1}})
+
+
+def test_the_hash_ignores_run_control_only() -> None:
+    base = compose("demo", []).config
+    control = [
+        "storage.root=/x", "tracking.uri=http://localhost:1", "registry.model_name=x", "trainer.segment_steps=1",
+        "trainer.save_every=2", "trainer.keep_checkpoints=9", "trainer.max_attempts=1", "trainer.call_timeout_s=1",
+        "reward.processes=2", "reward.timeout_s=1",
+    ]  # fmt: skip
+    for override in control:
+        assert config_hash(compose("demo", [override]).config) == config_hash(base), override
+    changed = [
+        "trainer.seed=1",
+        "trainer.steps=2",
+        "actor.optim.lr=2e-3",
+        "actor.optim.betas=[0.9, 0.99]",
+        "rollout.n=4",
+    ]
+    assert len({config_hash(compose("demo", [override]).config) for override in changed} | {config_hash(base)}) == 6
+    assert config_hash(compose("demo", ["actor.optim.lr=0.001"]).config) == config_hash(base)
+
+
+def test_diff_names_the_identity_keys_that_differ() -> None:
+    a, b = compose("demo", []).config, compose("demo", ["trainer.seed=3", "storage.root=/x"]).config
+    assert diff(a, b) == {"trainer.seed": (0, 3)} and diff(a, a) == {}
+
+
+def test_configs_are_checked_in_a_moment_without_heavy_imports() -> None:
+    code = (
+        "import sys; from rl_core.config.compose import compose; from rl_core.config.render import render;"
+        "render(compose('demo', []));"
+        "print(sorted({'torch', 'ray', 'prefect', 'mlflow', 'transformers', 'vllm', 'fsspec'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[2]
+    seconds = []
+    for _ in range(2):  # the better of two: the machine may be busy
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+        seconds.append(time.monotonic() - start)
+        assert done.stdout.strip() == "[]"
+    assert min(seconds) < 1.5

@@ -1,0 +1,195 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_core.config.schema import DataConfig
+from rl_core.data.sources import gsm8k, load_source, parquet, sort_digits, source_names
+from rl_core.errors import InputError
+
+LAYOUT = {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+
+
+def test_sources_are_found_by_name() -> None:
+    assert source_names() == ["gsm8k", "parquet", "sort_digits"]
+    assert load_source("sort_digits").SCORER == "exact"
+    with pytest.raises(InputError, match="data.source=sort_digits"):
+        load_source("sort_digit")
+
+
+def test_sorted_digits_have_the_layout_and_the_answer() -> None:
+    train, val = sort_digits.rows(DataConfig(source="sort_digits", difficulty=5), seed=0)
+    assert (len(train), len(val)) == (4096, 256)
+    row = val[3]
+    assert set(row) == LAYOUT
+    digits = row["prompt"][0]["content"].split(" ")
+    assert row["reward_model"] == {"style": "rule", "ground_truth": " ".join(sorted(digits))}
+    assert row["extra_info"] == {"split": "val", "index": 3, "answer": " ".join(sorted(digits))}
+    assert sort_digits.reference_response(row) == " ".join(sorted(digits))
+    assert len(digits) == 5
+
+
+@pytest.mark.parametrize("difficulty", [3, 5])
+def test_no_answer_of_a_held_out_problem_is_trained(difficulty: int) -> None:
+    train, val = sort_digits.rows(DataConfig(difficulty=difficulty, val_rows=60), seed=1)
+    trained, held_out = ({row["reward_model"]["ground_truth"] for row in rows} for rows in (train, val))
+    assert trained and held_out and not trained & held_out
+    assert len({row["prompt"][0]["content"] for row in val}) == 60
+
+
+def test_sorted_digits_follow_the_seed_alone() -> None:
+    config = DataConfig(train_rows=20, val_rows=10)
+    first = sort_digits.rows(config, seed=3)
+    assert sort_digits.rows(config, seed=3) == first
+    assert sort_digits.rows(config, seed=4) != first
+    assert sort_digits.rows(DataConfig(train_rows=30, val_rows=10), seed=3)[1] == first[1]
+
+
+def test_the_last_held_out_problem_is_found_and_one_more_is_an_error() -> None:
+    with pytest.raises(InputError, match="set data.val_rows=") as error:
+        sort_digits.rows(DataConfig(difficulty=2, val_rows=101, train_rows=1), seed=0)
+    most = int(error.value.expected.split()[2])
+    assert len(sort_digits.rows(DataConfig(difficulty=2, val_rows=most, train_rows=1), seed=0)[1]) == most
+    with pytest.raises(InputError):
+        sort_digits.rows(DataConfig(difficulty=2, val_rows=most + 1, train_rows=1), seed=0)
+
+
+def problems(split: str, count: int) -> list[dict[str, str]]:
+    return [
+        {"question": f"{split}: what is {i} thousand and one?", "answer": f"Add <<1+{i}>> one.\n#### {i},001"}
+        for i in range(1, count + 1)
+    ]
+
+
+def write_lines(file: Path, rows: list[Any]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("layout", ["train.jsonl", "train.parquet", "train-00000-of-00002.parquet"])
+def test_word_problems_are_read_from_each_layout(tmp_path: Path, layout: str) -> None:
+    rows = problems("train", 4)
+    if layout.endswith(".jsonl"):
+        write_lines(tmp_path / layout, rows)
+    elif "-" in layout:
+        pq.write_table(pa.Table.from_pylist(rows[:3]), tmp_path / layout)
+        pq.write_table(pa.Table.from_pylist(rows[3:]), tmp_path / "train-00001-of-00002.parquet")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / layout)
+    write_lines(tmp_path / "test.jsonl", problems("test", 3))
+    train, val = gsm8k.rows(DataConfig(path=str(tmp_path), val_rows=2), seed=0)
+    assert (len(train), len(val)) == (4, 2)
+    assert set(train[3]) == LAYOUT
+    assert train[3]["prompt"][0]["content"].startswith("train: what is 4 thousand and one?\n")
+    assert train[3]["reward_model"]["ground_truth"] == "4001"
+    assert gsm8k.reference_response(train[3]) == "Add <<1+4>> one.\n#### 4,001"
+    assert val[0]["extra_info"]["split"] == "val"
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"question": "What?", "answer": "no number"}, "row 2"),
+        ({"question": "What?", "answer": "no number\n#### "}, "row 2"),
+        ({"text": "What?"}, "columns .'text'."),
+        (["a list"], "line 2"),
+    ],
+)
+def test_a_word_problem_of_another_form_is_named(tmp_path: Path, bad: Any, says: str) -> None:
+    write_lines(tmp_path / "train.jsonl", [*problems("train", 1), bad])
+    write_lines(tmp_path / "test.jsonl", problems("test", 1))
+    with pytest.raises(InputError, match=says):
+        gsm8k.rows(DataConfig(path=str(tmp_path)), seed=0)
+
+
+def test_missing_word_problems_say_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="as data.path"):
+        gsm8k.rows(DataConfig(path=str(tmp_path / "absent")), seed=0)
+    write_lines(tmp_path / "train.jsonl", problems("train", 1))
+    with pytest.raises(InputError, match="test.jsonl, test.parquet"):
+        gsm8k.rows(DataConfig(path=str(tmp_path)), seed=0)
+
+
+def test_the_hub_out_of_reach_says_to_give_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gsm8k, "DEFAULT_PATH", "unknown-protocol://datasets")
+    with pytest.raises(InputError, match="data.path=FOLDER"):
+        gsm8k.rows(DataConfig(), seed=0)
+
+
+def own_row(**changes: Any) -> dict[str, Any]:
+    row = {
+        "data_source": "exact",
+        "prompt": [{"role": "user", "content": "Say yes."}],
+        "reward_model": {"style": "rule", "ground_truth": "yes"},
+    }
+    return row | changes
+
+
+def own_config(folder: Path, rows: list[dict[str, Any]]) -> DataConfig:
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    pq.write_table(pa.Table.from_pylist([own_row(ability="held out")]), folder / "val.parquet")
+    return DataConfig(source="parquet", path=str(folder / "train.parquet"), val_path=str(folder / "val.parquet"))
+
+
+def test_own_rows_are_read_and_filled_in(tmp_path: Path) -> None:
+    full = own_row(extra_info={"split": "mine", "index": 7, "answer": "Yes, yes."}, ability="talk", more=5)
+    train, val = parquet.rows(own_config(tmp_path, [full, full | {"extra_info": None}]), seed=0)
+    assert train[0] == full
+    assert parquet.reference_response(train[0]) == "Yes, yes."
+    assert train[1]["extra_info"] == {"split": "train", "index": 1}
+    assert parquet.reference_response(train[1]) == "yes"
+    assert val[0]["ability"] == "held out" and val[0]["extra_info"] == {"split": "val", "index": 0}
+
+
+def test_a_ground_truth_number_becomes_text(tmp_path: Path) -> None:
+    train, _ = parquet.rows(own_config(tmp_path, [own_row(reward_model={"ground_truth": 18})]), seed=0)
+    assert train[0]["reward_model"] == {"style": "rule", "ground_truth": "18"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt": []}, "non-empty list of messages"),
+        ({"prompt": "Say yes."}, "non-empty list of messages"),
+        ({"prompt": [{"role": "user", "text": "x"}]}, "role, content"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "role, content"),
+        ({"reward_model": {"style": "rule"}}, "ground_truth"),
+        ({"reward_model": {"ground_truth": float("nan")}}, "ground_truth"),
+        ({"reward_model": {"ground_truth": ["a", "b"]}}, "extra_info"),
+        ({"data_source": ""}, "data_source"),
+        ({"extra_info": "text"}, "extra_info"),
+    ],
+)
+def test_an_own_row_of_another_form_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says) as error:
+        parquet.rows(own_config(tmp_path, [own_row(**changes)]), seed=0)
+    assert error.value.where == f"{tmp_path}/train.parquet, row 1"
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    row = own_row()
+    del row["reward_model"]
+    with pytest.raises(InputError, match="no column reward_model"):
+        parquet.rows(own_config(tmp_path, [row]), seed=0)
+
+
+def test_missing_empty_and_foreign_files_are_input_errors(tmp_path: Path) -> None:
+    config = own_config(tmp_path, [own_row()])
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([own_row()])[:0], file)
+    with pytest.raises(InputError, match="an empty file"):
+        parquet.rows(config, seed=0)
+    for content in (b"", b"question,answer\n"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match="a parquet file"):
+            parquet.rows(config, seed=0)
+    file.unlink()
+    with pytest.raises(InputError, match="no such file"):
+        parquet.rows(config, seed=0)
+    file.mkdir()
+    with pytest.raises(InputError, match="a readable"):
+        parquet.rows(config, seed=0)
+    with pytest.raises(InputError, match="data.val_path"):
+        parquet.rows(DataConfig(source="parquet", path=str(file)), seed=0)

@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import RollforwardError, TransientError
+from rl_core.ledger import Ledger
+from rl_core.storage import Store
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(Store(str(tmp_path)))
+
+
+def test_records_come_back_in_order_and_in_range(ledger: Ledger, tmp_path: Path) -> None:
+    for step in (10, 2, 1, 9, 3, 4, 5, 6, 7, 8):
+        ledger.write(step, {"step": step, "loss": step / 3})
+    assert [record["step"] for record in ledger.records(upto=10)] == list(range(1, 11))
+    assert ledger.records(upto=4, after=2) == [{"step": 3, "loss": 1.0}, {"step": 4, "loss": 4 / 3}]
+    assert ledger.records(upto=0) == []
+    assert (tmp_path / "ledger" / "step_000010.json").is_file()
+
+
+def test_a_step_that_is_done_again_replaces_its_record(ledger: Ledger) -> None:
+    ledger.write(1, {"attempt": 1})
+    ledger.write(1, {"attempt": 2})
+    assert ledger.read(1) == {"attempt": 2}
+
+
+def test_a_missing_record_is_named_and_not_retried(ledger: Ledger) -> None:
+    ledger.write(1, {})
+    ledger.write(3, {})
+    with pytest.raises(RollforwardError, match="step 2") as caught:
+        ledger.records(upto=3)
+    assert not isinstance(caught.value, TransientError)
+
+
+def test_a_record_that_is_no_object_is_named(ledger: Ledger) -> None:
+    ledger.store.write_bytes("step_000001.json", b"[1]")
+    with pytest.raises(RollforwardError, match="step 1"):
+        ledger.read(1)
