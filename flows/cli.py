@@ -87,6 +87,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from flows.post_train import post_train
 
     # A plain kill asks like Ctrl-C: stages end, workers stop, MLflow learns that the run was killed.
+    sys.path.append(os.getcwd())  # a scorer of the user's own is found beside the recipe
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     start = time.monotonic()
     result = post_train(options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose)

@@ -66,16 +66,6 @@ class Console:
                 self._line(f"  {' ' * width}  {line}")
 
     def note(self, text: str) -> None:
-        """A line that belongs to the stage before it."""
-        self._line(f"  {text}")
-
-    def failure(self, error: Exception) -> None:
-        """Why a run ended early; what is committed stays."""
-        self._line(self._paint(f"✗ {type(error).__name__}", _RED))
-        for line in str(error).splitlines():
-            self._line(f"  {line}")
-
-    def note(self, text: str) -> None:
         """A remark inside a stage."""
         self._line(f"  {text}")
 

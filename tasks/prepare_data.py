@@ -3,6 +3,7 @@
 from typing import Any
 
 from rl_core.data import prepare
+from rl_core.rewards.runner import check_scorers
 from tasks.session import current_session
 from tasks.stage import stage
 
@@ -12,7 +13,7 @@ def prepare_data() -> dict[str, Any]:
     """Commits the rows once; returns their counts and hash."""
     session = current_session()
     facts = prepare.prepare_data(session.config, session.store, session.tokenizer)
-    session.rewards.check(session.train_rows.rows + session.val_rows.rows)
+    check_scorers(session.config.reward, session.train_rows.rows + session.val_rows.rows)
     session.tracker.set_tags({"rollforward.data_hash": facts["data_hash"]})
     session.console.note(f"{facts['train_rows']} training rows, {facts['val_rows']} held out")
     return facts

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import subprocess
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rl_core.errors import InputError
 from rl_core.storage import Store
 
 RUN_FILE = "run.json"
-MODELS = {"base": "base", "warm_start": "warm_start"}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
     """
     root = Store(composed.config.storage.root or str(home / "runs"))
     wanted = name or f"{Path(composed.recipe).stem}-{config_hash(composed.config)[:8]}"
+    if not NAME.fullmatch(wanted):
+        raise InputError(
+            "a run name of letters, digits, '.', '_' and '-'", repr(wanted), "--run", "give another name"
+        )
     if new:
         wanted = _free_name(root, wanted)
     store = root.child(wanted)
