@@ -18,8 +18,16 @@ from rl_core.errors import InputError, RollforwardError
 # first, and commands that only print must answer at once.
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a plain kill asks like Ctrl-C, so stages end, workers stop and MLflow learns that the run was killed."""
+
+
+def _terminate(_number: int, _frame: object) -> None:
+    raise Terminated
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, 1 when a run failed, 2 for what a person has to change, 130 when interrupted."""
+    """Runs one command; returns 0, 1 (failed), 2 (a person has to change something), 130 or 143 (told to stop)."""
     options = _parser().parse_args(arguments)
     console = Console()
     try:
@@ -30,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RollforwardError as error:
         console.failure(error)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.note("interrupted; the same command with --resume continues from the last committed step")
-        return 130
+        return 143 if isinstance(interrupt, Terminated) else 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -73,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _registry_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--model", default="rollforward-demo", help="registered model (default: %(default)s)")
+    sub.add_argument("--model", help="registered model (default: the only one there is)")
     sub.add_argument("--tracking-uri", help="MLflow server (default: the file in the home folder)")
 
 
@@ -86,9 +94,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     preflight(composed, home)
     from flows.post_train import post_train
 
-    # A plain kill asks like Ctrl-C: stages end, workers stop, MLflow learns that the run was killed.
     sys.path.append(os.getcwd())  # a scorer of the user's own is found beside the recipe
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
     start = time.monotonic()
     result = post_train(options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose)
     console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
@@ -128,13 +135,14 @@ def models(options: argparse.Namespace, console: Console) -> None:
         )
         for info in registry.versions()
     ]
-    console.table(rows or [("none", "register one with `rollforward run`")], f"Model {options.model}")
+    console.table(rows or [("none", "register one with `rollforward run`")], f"Model {registry.name}")
 
 
 def promote(options: argparse.Namespace, console: Console) -> None:
     """Moves the alias champion."""
-    old, new = _registry(options).promote(options.version)
-    console.note(f"champion of {options.model}: version {new}" + (f", before that version {old}" if old else ""))
+    registry = _registry(options)
+    old, new = registry.promote(options.version)
+    console.note(f"champion of {registry.name}: version {new}" + (f", before that version {old}" if old else ""))
 
 
 def ui(options: argparse.Namespace, console: Console) -> None:
@@ -152,12 +160,12 @@ def ui(options: argparse.Namespace, console: Console) -> None:
 
 def _registry(options: argparse.Namespace):  # noqa: ANN202 - the class must not be imported before the environment
     home = _prepare(verbose=False)
-    from tasks.registry import Registry
+    from tasks.registry import Registry, only_model
     from tasks.tracking import check_tracking, default_tracking_uri
 
     uri = options.tracking_uri or default_tracking_uri(home)
     check_tracking(uri)
-    return Registry(uri, options.model)
+    return Registry(uri, options.model or only_model(uri))
 
 
 def _prepare(verbose: bool) -> Path:

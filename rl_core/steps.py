@@ -116,9 +116,9 @@ def apply_kl(batch: DataProto, coef: float) -> tuple[DataProto, Metrics]:
     rewards_BR = scores_BR
     if "ref_log_prob" in batch.batch:
         mask_BR = batch.batch["response_mask"]
-        kl_BR = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], "k1") * mask_BR
-        metrics["kl/ref"] = masked_mean(kl_BR, mask_BR).item()
-        rewards_BR = scores_BR - coef * kl_BR
+        old_BR, ref_BR = batch.batch["old_log_probs"], batch.batch["ref_log_prob"]
+        metrics["kl/ref"] = masked_mean(kl_estimate(old_BR, ref_BR, "k3"), mask_BR).item()
+        rewards_BR = scores_BR - coef * kl_estimate(old_BR, ref_BR, "k1") * mask_BR
     return batch.union(DataProto({"token_level_rewards": rewards_BR}, {}, {})), metrics
 
 

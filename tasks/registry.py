@@ -47,6 +47,20 @@ def decide(candidate: VersionInfo, champion: VersionInfo | None, min_score: floa
     return score >= champion.score_after, words
 
 
+def only_model(uri: str) -> str:
+    """Name of the one registered model of the MLflow at `uri`; raises `InputError` when there are none or several."""
+    with mlflow_errors(uri):
+        names = sorted(model.name for model in mlflow_client(uri).search_registered_models())
+    if len(names) == 1:
+        return str(names[0])
+    raise InputError(
+        expected="one registered model",
+        seen=", ".join(names) or "none",
+        where=f"MLflow at {uri}",
+        fix=f"add --model {names[0]}" if names else "register one with `rollforward run`",
+    )
+
+
 class Registry:
     """One registered model of the MLflow at `uri`.
 

@@ -36,6 +36,8 @@ def split(mode: Dispatch, world_size: int, args: tuple[Any, ...]) -> tuple[list[
     if mode is Dispatch.ONE_TO_ALL:
         return [args] * world_size, 0
     if mode is Dispatch.ALL_TO_ALL:
+        if any(len(arg) != world_size for arg in args):
+            raise ValueError(f"lists of {[len(arg) for arg in args]} entries for {world_size} ranks")
         return list(zip(*args, strict=True)), 0
     padding = 0
     columns = []

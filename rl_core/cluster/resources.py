@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +103,14 @@ def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
         options = {"num_cpus": max(os.cpu_count() or 1, world_size), "include_dashboard": False}
         if len(str(folder)) <= LONGEST_RAY_FOLDER:
             options["_temp_dir"] = str(folder)
+    on_terminate = signal.getsignal(signal.SIGTERM)
     ray.init(
         address=address or "local",
         log_to_driver=verbose,
         logging_level=logging.INFO if verbose else logging.ERROR,
         **options,
     )
+    signal.signal(signal.SIGTERM, on_terminate)  # Ray puts its own in place, which hides how the process ended
     try:
         yield
     finally:

@@ -110,10 +110,10 @@ class ActorRolloutRefWorker(Worker):
         self.actor = self._train_engine(self.policy, optim, total_updates)
         if reference:
             self.reference = self._train_engine(PolicyModel(load_causal_lm(path)), None, 0)
+        length = self.config.data.max_prompt_length + self.config.data.max_response_length
         if "rollout" not in self.__dict__:
             from rl_core.rollout.vllm import VLLMEngine
 
-            length = self.config.data.max_prompt_length + self.config.data.max_response_length
             self.rollout = VLLMEngine(self.source, self.config.rollout, self.config.model.dtype, length, self.device)
             self.rollout.sleep()
         self.sharding = ShardingManager(
@@ -122,6 +122,7 @@ class ActorRolloutRefWorker(Worker):
             self.rollout,
             self.config.model.dtype,
             self.config.rollout.canary_tolerance,
+            length,
         )
 
     @register(Dispatch.ONE_TO_ALL)

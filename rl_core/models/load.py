@@ -39,6 +39,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer; InputError when it cannot be loaded."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # Where the files are missing, transformers makes an empty tokenizer for some architectures.
+        if not any(Path(path, name).is_file() for name in tokenizer.vocab_files_names.values()):
+            raise OSError(f"none of the files {', '.join(tokenizer.vocab_files_names.values())}")
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             "a tokenizer beside the model",
@@ -130,4 +133,5 @@ class ValueModel(nn.Module):
         hidden_ND = self.hf(
             input_ids=packed.input_ids, position_ids=packed.position_ids, layout=packed.layout, use_cache=False
         ).last_hidden_state[0][target_N - 1]
-        return self.value_head(hidden_ND).float().squeeze(1)
+        # A copy, because FSDP2 warns of outputs that are views.
+        return self.value_head(hidden_ND).float().squeeze(1).clone()

@@ -17,14 +17,22 @@ class ShardingManager:
     """FSDP2 shards → whole tensors, one at a time → rollout engine, with a version and a canary."""
 
     def __init__(
-        self, actor: TrainEngine, model: PreTrainedModel, rollout: RolloutEngine, dtype: str, tolerance: float
+        self,
+        actor: TrainEngine,
+        model: PreTrainedModel,
+        rollout: RolloutEngine,
+        dtype: str,
+        tolerance: float,
+        max_length: int,
     ) -> None:
+        """`max_length` is the longest sequence that both sides take, in tokens."""
         self.actor, self.model, self.rollout = actor, model, rollout
         self.dtype, self.tolerance = DTYPES[dtype], tolerance
         generator = torch.Generator().manual_seed(0)
-        self._canary_ids = torch.randint(
-            0, model.config.get_text_config().vocab_size, (CANARY_TOKENS,), generator=generator
-        ).tolist()
+        # The rollout engine samples one more token behind the canary.
+        tokens = min(CANARY_TOKENS, max_length - 1)
+        vocab_size = model.config.get_text_config().vocab_size
+        self._canary_ids = torch.randint(0, vocab_size, (tokens,), generator=generator).tolist()
 
     def push(self, version: int) -> float:
         """Pushes all weights and returns the canary's largest difference of log-probs.

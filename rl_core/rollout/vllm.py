@@ -58,6 +58,7 @@ class VLLMEngine:
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # only the stop tokens that are named here end a response
                 seed=seed,
                 logprobs=0,
                 detokenize=False,

@@ -3,6 +3,7 @@
 Every rank writes its own shards; the driver commits the folder afterwards. Loading reshards to the present world size.
 """
 
+import copy
 import shutil
 import tempfile
 from pathlib import Path
@@ -52,10 +53,13 @@ def export_model(
     if dist.get_rank() == 0:
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
             weights.pop("lm_head.weight", None)
-        model.config.dtype = DTYPES[dtype]
         with tempfile.TemporaryDirectory() as staging:
             target = Path(staging)
             model.save_pretrained(target, state_dict=weights)
+            # That wrote the type of the float32 master weights into the config.
+            config = copy.deepcopy(model.config)
+            config.dtype = DTYPES[dtype]
+            config.save_pretrained(target)
             for file in source.iterdir():
                 if file.is_file() and not (target / file.name).exists() and not _is_weights(file.name):
                     shutil.copyfile(file, target / file.name)

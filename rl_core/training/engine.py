@@ -125,12 +125,11 @@ class TrainEngine:
         assert isinstance(updates, Tensor) and isinstance(moments_1, dict) and isinstance(moments_2, dict)
         self.updates = int(updates)
         for name, parameter in self.module.named_parameters():
-            if self.updates:
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self.updates)),
-                    "exp_avg": moments_1[name],
-                    "exp_avg_sq": moments_2[name],
-                }
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(float(self.updates)),
+                "exp_avg": moments_1[name],
+                "exp_avg_sq": moments_2[name],
+            }
 
 
 def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

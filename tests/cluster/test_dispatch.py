@@ -1,0 +1,69 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.cluster.dispatch import Dispatch, collect, register, split
+from rl_core.data.protocol import DataProto
+
+
+def rows(count: int) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(count)}, {"name": [f"row {i}" for i in range(count)]})
+
+
+def test_one_to_all_sends_the_same_and_collects_a_list() -> None:
+    assert split(Dispatch.ONE_TO_ALL, 3, ("a", 1)) == ([("a", 1)] * 3, 0)
+    assert split(Dispatch.ONE_TO_ALL, 2, ()) == ([(), ()], 0)
+    assert collect(Dispatch.ONE_TO_ALL, [1, 2, 3], 0) == [1, 2, 3]
+
+
+def test_rank_zero_is_called_alone() -> None:
+    assert split(Dispatch.RANK_ZERO, 3, ("a", 1)) == ([("a", 1)], 0)
+    assert collect(Dispatch.RANK_ZERO, ["result"], 0) == "result"
+
+
+def test_all_to_all_gives_each_rank_its_entry() -> None:
+    assert split(Dispatch.ALL_TO_ALL, 2, ([1, 2], ["a", "b"])) == ([(1, "a"), (2, "b")], 0)
+    assert collect(Dispatch.ALL_TO_ALL, [1, 2], 0) == [1, 2]
+    for wrong in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match=r"entries for 2 ranks"):
+            split(Dispatch.ALL_TO_ALL, 2, (wrong,))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 6))
+def test_a_batch_is_computed_in_shares_and_joined_in_order(count: int, world_size: int) -> None:
+    data = rows(count)
+    calls, padding = split(Dispatch.DP_COMPUTE_PROTO, world_size, (data, 0.5))
+    assert len(calls) == world_size and padding == -count % world_size
+    assert {len(share) for share, _ in calls} == {-(-count // world_size)}
+    assert {extra for _, extra in calls} == {0.5}
+    results = [DataProto({"y": share.batch["x"] * 2}, {"n": share.non_tensor_batch["name"]}) for share, _ in calls]
+    joined = collect(Dispatch.DP_COMPUTE_PROTO, results, padding)
+    assert joined.batch["y"].tolist() == [2 * i for i in range(count)]
+    assert joined.non_tensor_batch["n"].tolist() == data.non_tensor_batch["name"].tolist()
+
+
+def test_two_batches_are_split_alike() -> None:
+    calls, padding = split(Dispatch.DP_COMPUTE_PROTO, 2, (rows(3), rows(3)))
+    assert padding == 1
+    assert [[part.batch["x"].tolist() for part in call] for call in calls] == [[[0, 1]] * 2, [[2, 0]] * 2]
+
+
+def test_a_metric_needs_a_batch_that_divides_and_comes_from_one_rank() -> None:
+    calls, padding = split(Dispatch.DP_COMPUTE_METRIC, 2, (rows(4), "mode"))
+    assert [(share.batch["x"].tolist(), extra) for share, extra in calls] == [([0, 1], "mode"), ([2, 3], "mode")]
+    assert padding == 0
+    with pytest.raises(ValueError, match="3 rows do not divide"):  # padding would count rows twice
+        split(Dispatch.DP_COMPUTE_METRIC, 2, (rows(3),))
+    assert collect(Dispatch.DP_COMPUTE_METRIC, [{"loss": 1.0}, {"loss": 1.0}], 0) == {"loss": 1.0}
+
+
+def test_register_marks_a_method() -> None:
+    class Worker:
+        @register(Dispatch.RANK_ZERO)
+        def method(self) -> str:
+            return "done"
+
+    assert Worker.method.dispatch_mode is Dispatch.RANK_ZERO  # type: ignore[attr-defined]
+    assert Worker().method() == "done"

@@ -1,0 +1,66 @@
+"""The environment that all tests run in, set before torch or Ray is imported, and the parts that many of them share."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rl_core.environment import prepare_environment
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+os.environ["OMP_NUM_THREADS"] = "1"
+# Short: sockets of Ray lie below it, and their paths may not be long.
+HOME = Path(tempfile.mkdtemp(prefix="rft"))
+prepare_environment(HOME)
+sys.path.append(str(Path(__file__).parent))  # for support.py, also in processes that the tests start
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(HOME, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def process_group() -> Iterator[None]:
+    """A process group of this process alone, found by vLLM through the environment."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**place, "MASTER_PORT": str(store.port)}.items():
+            patch.setenv(name, value)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield
+        if dist.is_initialized():  # vLLM ends it with its engine
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def mesh(process_group: None) -> "DeviceMesh":
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Qwen3 with two heads whose log-probs are far from uniform; at most 64 tokens."""
+    from support import save_sharp_model
+
+    folder = tmp_path_factory.mktemp("model")
+    save_sharp_model(folder)
+    return folder

@@ -1,0 +1,91 @@
+"""A mistake costs seconds: one message with expected, seen, where and fix, exit code 2, no traceback."""
+
+import socket
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support_flows import rollforward
+
+ROW = {"data_source": "exact", "prompt": [{"role": "user", "content": "2 1"}], "reward_model": {"ground_truth": "1 2"}}
+SHORT = ["data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=2"]
+
+
+def refused(home: Path, *arguments: str) -> str:
+    done = rollforward(home, *arguments, timeout=120)
+    assert done.code == 2, done.output
+    assert "Traceback" not in done.output
+    for part in ("expected:", "seen:", "where:", "fix:"):
+        assert part in done.output
+    return done.output
+
+
+def parquet(path: Path, rows: list[dict]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["dmo"], "demo"),
+        (["demo", "trainer.stepz=3"], "trainer.steps"),
+        (["demo", "trainer.steps=many"], "trainer.steps"),
+        (["demo", "rollout.n=1"], "rollout.n"),
+        (["demo", "model.path=/no/such/model"], "/no/such/model"),
+        (["demo", "data.source=gsm9k"], "gsm8k"),
+        (["demo", "tracking.uri=http://127.0.0.1:9"], "MLflow"),
+        (["demo", "--resume"], "resume"),
+        (["demo", "--run", "../x"], "run name"),
+    ],
+)
+def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str) -> None:
+    assert words in refused(home, "run", *arguments)
+
+
+def test_a_home_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "ROLLFORWARD_HOME" in refused(tmp_path / "file/home", "run", "demo")
+
+
+def test_a_tokenizer_without_a_chat_template(home: Path, tmp_path: Path) -> None:
+    from rl_core.config.schema import TinyModelConfig
+    from rl_core.models.tiny import save_tiny_model
+
+    save_tiny_model(tmp_path, TinyModelConfig(), 32, 0)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert "chat template" in refused(home, "run", "demo", f"model.path={tmp_path}")
+
+
+def test_a_port_in_use(home: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert str(port) in refused(home, "ui", "--port", str(port))
+
+
+@pytest.mark.parametrize("fault", ["missing", "empty", "column", "long"])
+def test_rows_that_cannot_be_used(home: Path, tmp_path: Path, fault: str) -> None:
+    rows = [ROW] * 4
+    if fault == "empty":
+        rows = []
+    if fault == "column":
+        rows = [{key: row[key] for key in ("data_source", "prompt")} for row in rows]
+    if fault == "long":
+        rows = [*rows, {**ROW, "prompt": [{"role": "user", "content": "1 " * 40}]}]
+    held_out = parquet(tmp_path / "val.parquet", [{**ROW, "prompt": [{"role": "user", "content": "4 3"}]}])
+    path = str(tmp_path / "nothing.parquet") if fault == "missing" else parquet(tmp_path / "train.parquet", rows)
+    settings = ["data.source=parquet", f"data.path={path}", f"data.val_path={held_out}", *SHORT]
+    output = refused(home, "run", "grpo", "--run", f"rows-{fault}", *settings)
+    words = {"missing": "nothing.parquet", "empty": "row", "column": "reward_model", "long": "row 5"}
+    assert words[fault] in output
+    assert not (home / f"runs/rows-{fault}/checkpoints").exists()
+
+
+def test_config_prints_and_starts_nothing(tmp_path: Path) -> None:
+    done = rollforward(tmp_path / "none", "config", "demo", "trainer.steps=7")
+    assert done.code == 0 and done.seconds < 5
+    assert "override" in done.output and "recipe demo" in done.output
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,60 @@
+"""The same path with two ranks, with a critic, with files of one's own, and with rewards that mean nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support_flows import SMALL, rollforward
+
+PROBLEMS = [
+    {"question": f"Ann has {a} apples and buys {b} more. How many?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
+    for a in range(2, 12)
+    for b in range(3, 7)
+]
+TWO_STEPS = ["data.train_batch_size=4", "rollout.n=2", "trainer.steps=2", "evaluation.sampled_n=1"]
+
+
+def last_record(home: Path, run: str, step: int = 2) -> dict[str, float]:
+    return json.loads((home / f"runs/{run}/ledger/step_{step:06d}.json").read_text())["metrics"]
+
+
+def test_two_ranks_train_and_roll_out(home: Path) -> None:
+    done = rollforward(home, "run", "demo", "--run", "ranks", *SMALL, *TWO_STEPS, "trainer.ranks_per_node=2")
+    assert done.code == 0, done.output
+    metrics = last_record(home, "ranks")
+    assert metrics["kl/canary"] < 1e-4
+    assert metrics["kl/rollout_max_difference"] < 1e-4
+
+
+def test_ppo_trains_a_critic(home: Path) -> None:
+    tiny = ["data.max_prompt_length=16", "data.max_response_length=8", "data.val_rows=16"]
+    done = rollforward(home, "run", "ppo", "--run", "ppo", *TWO_STEPS, *tiny)
+    assert done.code == 0, done.output
+    metrics = last_record(home, "ppo")
+    assert metrics["critic/vf_loss"] > 0 and metrics["critic/grad_norm"] > 0
+    assert "kl/ref" in metrics
+    assert (home / "runs/ppo/checkpoints/step_000002/critic").is_dir()
+
+
+def test_gsm8k_files_of_ones_own(home: Path, tmp_path: Path) -> None:
+    for split, rows in (("train", PROBLEMS[:24]), ("test", PROBLEMS[24:])):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    settings = [f"data.path={tmp_path}", "model.path=tiny", "model.dtype=float32", "actor.mini_batch_size=4"]
+    done = rollforward(home, "run", "gsm8k", "--run", "gsm8k", *TWO_STEPS, *settings, "data.max_response_length=16")
+    assert done.code == 0, done.output
+    assert "24 training rows, 16 held out" in done.output
+    assert "champion" in done.output
+
+
+@pytest.fixture(scope="module")
+def control(home: Path) -> tuple[float, float]:
+    """Sampled score before and after the demo with each reward handed to another prompt."""
+    done = rollforward(home, "run", "demo", "--run", "control", "reward.shuffle_control=true", "trainer.steps=60")
+    assert done.code == 0, done.output
+    scores = [json.loads(file.read_text())["sampled"] for file in sorted((home / "runs/control/evaluation").iterdir())]
+    return scores[0], scores[1]
+
+
+def test_rewards_of_other_prompts_teach_nothing(control: tuple[float, float]) -> None:
+    before, after = control
+    assert after < before + 0.05

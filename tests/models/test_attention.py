@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+import torch
+from support import plain_outputs
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from rl_core.models.attention import layout_of, packed_attention
+from rl_core.models.load import Packed, PolicyModel, load_causal_lm
+
+# Prompt and response of sequences of different lengths, the shortest not at the end.
+SEQUENCES = [([5, 6, 7, 8, 9], [10, 11, 12]), ([40], [41, 2]), ([20, 21, 33], [9, 9, 9, 1, 60, 4, 31, 2])]
+
+
+@pytest.fixture(scope="module")
+def grouped_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with 4 query heads on 2 key/value heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["tiny_model", "grouped_heads"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
+def plain(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def packed_outputs(
+    policy: PolicyModel, sequences: list[tuple[list[int], list[int]]], temperature: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs and entropies of each sequence's response, computed in one packed row."""
+    packed = Packed([torch.tensor(prompt + response) for prompt, response in sequences], torch.device("cpu"))
+    targets, start = [], 0
+    for prompt, response in sequences:
+        targets.append(torch.arange(start + len(prompt), start + len(prompt) + len(response)))
+        start += len(prompt) + len(response)
+    log_probs, entropies = policy(packed, torch.cat(targets), temperature)
+    sizes = [len(response) for _, response in sequences]
+    return list(log_probs.split(sizes)), list(entropies.split(sizes))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_log_probs_and_entropies_are_those_of_single_sequences(folder: Path, temperature: float) -> None:
+    model = plain(folder)
+    log_probs, entropies = packed_outputs(PolicyModel(load_causal_lm(folder)), SEQUENCES, temperature)
+    for (prompt, response), log_prob, entropy in zip(SEQUENCES, log_probs, entropies, strict=True):
+        wanted_log_prob, wanted_entropy = plain_outputs(model, prompt, response, temperature)
+        torch.testing.assert_close(log_prob, wanted_log_prob, rtol=0, atol=5e-6)
+        torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=5e-6)
+
+
+def test_packed_gradients_are_those_of_single_sequences(folder: Path) -> None:
+    model, policy = plain(folder), PolicyModel(load_causal_lm(folder))
+    sum(part.sum() for part in packed_outputs(policy, SEQUENCES, 0.7)[0]).backward()  # type: ignore[union-attr]
+    for prompt, response in SEQUENCES:
+        plain_outputs(model, prompt, response, 0.7)[0].sum().backward()
+    wanted = dict(model.named_parameters())
+    for name, parameter in policy.hf.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_neighbours_tokens_move_nothing(folder: Path) -> None:
+    policy = PolicyModel(load_causal_lm(folder))
+    changed = [SEQUENCES[0], ([1], [3, 50]), SEQUENCES[2]]
+    before, after = packed_outputs(policy, SEQUENCES, 1.0)[0], packed_outputs(policy, changed, 1.0)[0]
+    assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
+    assert not torch.equal(before[1], after[1])
+
+
+def test_a_token_sees_those_before_it_and_none_after(folder: Path) -> None:
+    policy = PolicyModel(load_causal_lm(folder))
+    prompt, response = SEQUENCES[2]
+    changed = [*response[:4], 61, *response[5:]]
+    (before,), (after,) = (packed_outputs(policy, [(prompt, ids)], 1.0)[0] for ids in (response, changed))
+    assert torch.equal(before[:4], after[:4])
+    assert (before[4:] != after[4:]).all()
+
+
+def test_the_layout_finds_every_token() -> None:
+    layout = layout_of([2, 3, 1], torch.device("cpu"))
+    assert layout.cu_seqlens.tolist() == [0, 2, 5, 6] and layout.cu_seqlens.dtype == torch.int32
+    assert layout.longest == 3
+    assert layout.gather_BL.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
+    assert layout.gather_BL.flatten()[layout.scatter_T].tolist() == list(range(6))
+
+
+def test_a_sliding_window_below_the_longest_sequence_is_refused() -> None:
+    layout = layout_of([2, 3], torch.device("cpu"))
+    query = torch.ones(1, 2, 5, 4)
+    module = torch.nn.Identity()
+    packed_attention(module, query, query, query, None, 1.0, layout, sliding_window=3)
+    with pytest.raises(ValueError, match="sliding-window"):
+        packed_attention(module, query, query, query, None, 1.0, layout, sliding_window=2)

@@ -1,0 +1,110 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support import rows_of
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rl_core.errors import InputError
+from rl_core.models import load
+from rl_core.models.load import (
+    PolicyModel,
+    ValueModel,
+    check_model_folder,
+    load_causal_lm,
+    load_tokenizer,
+    stop_tokens,
+)
+from rl_core.models.tiny import SPECIAL_TOKENS, build_tokenizer
+from rl_core.training.packing import MicroBatch
+
+END = SPECIAL_TOKENS.index("<|end|>")
+
+
+def test_a_sound_folder_passes(tiny_model: Path) -> None:
+    assert check_model_folder(str(tiny_model)) == tiny_model
+
+
+@pytest.mark.parametrize(
+    ("files", "seen"),
+    [
+        (None, "no such folder"),
+        ({"model.safetensors": ""}, "the folder has none"),
+        ({"config.json": "{}", "model.bin": ""}, "the folder has none"),
+        ({"config.json": '{"model_type": ', "model.safetensors": ""}, "line 1"),
+    ],
+    ids=["no folder", "no config", "no safetensors", "broken JSON"],
+)
+def test_a_folder_that_is_no_checkpoint_is_an_input_error(
+    tmp_path: Path, files: dict[str, str] | None, seen: str
+) -> None:
+    folder = tmp_path / "model"
+    if files is not None:
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    with pytest.raises(InputError) as raised:
+        check_model_folder(str(folder))
+    assert seen in raised.value.seen
+    assert raised.value.where == f"model.path={folder}"
+    assert "model.path=FOLDER" in raised.value.fix
+
+
+@pytest.mark.parametrize("tokenizer", [None, "{}", "{"], ids=["none", "empty", "broken JSON"])
+def test_a_folder_without_a_sound_tokenizer_is_an_input_error(
+    tiny_model: Path, tmp_path: Path, tokenizer: str | None
+) -> None:
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    if tokenizer is not None:
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(InputError) as raised:
+        load_tokenizer(tmp_path)
+    assert raised.value.where == f"model.path={tmp_path}"
+
+
+def test_stop_tokens_are_those_of_generation_config_config_and_tokenizer(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    assert stop_tokens(tmp_path) == (END,)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 9}))
+    assert stop_tokens(tmp_path) == (END, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert stop_tokens(tmp_path) == (END, 7, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert stop_tokens(tmp_path) == (END, 9)
+
+
+def test_dropout_is_off_while_training(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    assert config.resid_pdrop > 0 and config.attn_pdrop > 0
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    policy = PolicyModel(load_causal_lm(tmp_path)).train()
+    micro = MicroBatch(rows_of([(4, 8), (3, 5)]), torch.device("cpu"))
+    first, second = (policy(micro.packed, micro.target_N, 1.0)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_chunks_of_logits_change_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = PolicyModel(load_causal_lm(tiny_model))
+    micro = MicroBatch(rows_of([(4, 8), (3, 5), (2, 6)]), torch.device("cpu"))
+    whole = policy(micro.packed, micro.target_N, 1.0)
+    monkeypatch.setattr(load, "LOGIT_CHUNK", 4)
+    chunked = policy(micro.packed, micro.target_N, 1.0)
+    for a, b in zip(whole, chunked, strict=True):
+        assert len(b) == 19
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_a_value_is_that_of_the_state_before_the_token(tiny_model: Path) -> None:
+    model = load_causal_lm(tiny_model)
+    value = ValueModel(model)
+    micro = MicroBatch(rows_of([(4, 8), (3, 5)]), torch.device("cpu"))
+    assert value(micro.packed, micro.target_N).tolist() == [0.0] * 13
+    torch.nn.init.normal_(value.value_head.weight)
+    before = value(micro.packed, micro.target_N)
+    micro.packed.input_ids[0, micro.target_N[3]] += 1
+    after = value(micro.packed, micro.target_N)
+    assert torch.equal(before[:4], after[:4])
+    assert (before[4:8] != after[4:8]).all()
+    assert torch.equal(before[8:], after[8:])

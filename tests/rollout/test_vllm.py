@@ -1,0 +1,210 @@
+"""The live engine against the trainer and against transformers, in float32."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from support import LENGTHS, off_policy, plain_log_probs, policy_engine, rows_of, update_alone
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rl_core.config.schema import OptimConfig
+from rl_core.data.protocol import DataProto
+from rl_core.errors import TrainingError
+from rl_core.rollout.agent_loop import run_trajectories
+from rl_core.rollout.engine import Completion, Sampling
+from rl_core.rollout.sharding_manager import ShardingManager
+from rl_core.storage import Store
+from rl_core.training.checkpoint import export_model
+from rl_core.training.engine import TrainEngine
+
+if TYPE_CHECKING:
+    from rl_core.rollout.vllm import VLLMEngine
+
+END = 2
+TOLERANCE = 1e-5
+PROMPTS = [[4, 8, 9, 10, 2, 5], [4, 30, 2, 5], [4, 11, 12, 13, 14, 15, 16, 2, 5], [40]]
+FIXED = [7, 8, 20, 21, 60, 3, 44, 9, 9, 1, 33, 50]
+FREE = Sampling(1.0, 8, ())
+GREEDY = Sampling(0.0, 8, ())
+
+
+class Trainer:
+    """A policy in training, with the sharding manager that pushes it into the engine."""
+
+    def __init__(self, model: Path, mesh: DeviceMesh, rollout: "VLLMEngine") -> None:
+        self.model = model
+        self.engine: TrainEngine
+        self.engine, self.hf = policy_engine(model, mesh, OptimConfig(lr=3e-2))
+        self.sharding = ShardingManager(self.engine, self.hf, rollout, "float32", TOLERANCE, 64)
+
+    def train(self) -> None:
+        """One large optimizer step, after which the policy is clearly another one."""
+        update_alone(self.engine, off_policy(self.engine, rows_of(LENGTHS)))
+
+    def export(self, folder: Path) -> PreTrainedModel:
+        """The present policy as a plain transformers model."""
+        export_model(self.engine, self.hf, "float32", self.model, Store(str(folder)), "export")
+        return AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture
+def trainer(tiny_model: Path, mesh: DeviceMesh, vllm_engine: "VLLMEngine") -> Trainer:
+    """A trainer at the saved weights, which the engine serves as version 0."""
+    trainer = Trainer(tiny_model, mesh, vllm_engine)
+    trainer.sharding.push(0)
+    return trainer
+
+
+def prompts(n: int = 1) -> DataProto:
+    return DataProto.from_dict({}, {"prompt_ids": PROMPTS * n, "seed": list(range(100, 100 + len(PROMPTS) * n))})
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_sampled_tokens_are_the_trainers(
+    trainer: Trainer, vllm_engine: "VLLMEngine", temperature: float
+) -> None:
+    batch = run_trajectories(vllm_engine, prompts(4), Sampling(temperature, 8, (END,)))
+    wanted_BR = trainer.engine.compute(batch, temperature)[0]
+    torch.testing.assert_close(batch.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
+
+
+def test_log_probs_of_given_tokens_are_the_plain_models(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tiny_model: Path
+) -> None:
+    wanted = plain_log_probs(tiny_model, FIXED[:1], FIXED[1:])
+    torch.testing.assert_close(torch.tensor(vllm_engine.log_probs(FIXED)), wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_a_seed_gives_the_same_response_alone_and_in_a_batch(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    together = vllm_engine.generate(PROMPTS, [1, 2, 3, 4], FREE)
+    alone = [
+        vllm_engine.generate([prompt], [seed], FREE)[0] for prompt, seed in zip(PROMPTS, [1, 2, 3, 4], strict=True)
+    ]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in together]
+    other = vllm_engine.generate(PROMPTS, [5, 6, 7, 8], FREE)
+    assert all(a.token_ids != b.token_ids for a, b in zip(together, other, strict=True))
+    same_prompt = vllm_engine.generate([PROMPTS[0]] * 4, [1, 2, 3, 4], FREE)
+    assert len({tuple(c.token_ids) for c in same_prompt}) == 4
+
+
+def test_greedy_is_the_plain_models_whatever_the_seed(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
+) -> None:
+    trainer.train()
+    trainer.sharding.push(1)
+    model = trainer.export(tmp_path)
+    wanted = [greedy(model, prompt, 8) for prompt in PROMPTS]
+    for seed in (0, 1):
+        completions = vllm_engine.generate(PROMPTS, [seed] * len(PROMPTS), GREEDY)
+        assert [c.token_ids for c in completions] == wanted
+
+
+def test_a_response_ends_with_its_stop_token_or_at_its_length(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    (free,) = vllm_engine.generate([PROMPTS[0]], [1], FREE)
+    assert free.stop_reason == "length" and len(free.token_ids) == len(free.log_probs) == 8
+    stop = next(token for token in free.token_ids[2:] if token not in free.token_ids[:2])
+    (ended,) = vllm_engine.generate([PROMPTS[0]], [1], Sampling(1.0, 8, (63, stop)))
+    cut = free.token_ids.index(stop) + 1
+    assert ended == Completion(free.token_ids[:cut], ended.log_probs, "stop", 0)
+    assert ended.log_probs == pytest.approx(free.log_probs[:cut], abs=TOLERANCE)
+    (short,) = vllm_engine.generate([PROMPTS[0]], [1], Sampling(1.0, 2, (stop,)))
+    assert short.token_ids == free.token_ids[:2] and short.stop_reason == "length"
+
+
+def test_no_token_ends_a_response_unasked(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    # The model's own end token too is an ordinary one unless the sampling names it.
+    completions = vllm_engine.generate([[END]] * 64, list(range(64)), Sampling(1.0, 8, ()))
+    assert any(END in c.token_ids[:-1] for c in completions)
+    assert {len(c.token_ids) for c in completions} == {8}
+
+
+def test_a_push_makes_the_engine_serve_the_trained_weights(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
+) -> None:
+    before = torch.tensor(vllm_engine.log_probs(FIXED))
+    assert {c.version for c in vllm_engine.generate(PROMPTS, [0] * 4, FREE)} == {0}
+    trainer.train()
+    # Without the push the engine still serves the old policy, and the trainer's is another.
+    assert torch.equal(torch.tensor(vllm_engine.log_probs(FIXED)), before)
+    model = trainer.export(tmp_path)
+    logits_TV = model(torch.tensor([FIXED])).logits[0, :-1]
+    wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(FIXED[1:])[:, None]).squeeze(1)
+    assert (wanted - before).abs().max() > 0.1
+    assert 0 <= trainer.sharding.push(7) < TOLERANCE
+    torch.testing.assert_close(torch.tensor(vllm_engine.log_probs(FIXED)), wanted, rtol=0, atol=TOLERANCE)
+    assert {c.version for c in vllm_engine.generate(PROMPTS, [0] * 4, FREE)} == {7}
+    batch = run_trajectories(vllm_engine, prompts(), FREE)
+    assert batch.batch["version"].tolist() == [7] * 4
+    log_probs_BR = trainer.engine.compute(batch, 1.0)[0]
+    torch.testing.assert_close(batch.batch["rollout_log_probs"], log_probs_BR, rtol=0, atol=TOLERANCE)
+
+
+def test_a_prompt_that_was_cached_is_computed_anew_after_a_push(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(3, 64, (50,), generator=generator).tolist()  # longer than a block of the cache
+    sampling = Sampling(1.0, 8, ())
+    before = vllm_engine.generate([prompt] * 2, [1, 2], sampling)
+    trainer.train()
+    trainer.sharding.push(1)
+    batch = run_trajectories(vllm_engine, DataProto.from_dict({}, {"prompt_ids": [prompt] * 2, "seed": [1, 2]}), GREEDY)
+    wanted = greedy(trainer.export(tmp_path), prompt, 8)
+    assert batch.batch["responses"].tolist() == [wanted] * 2
+    after = run_trajectories(vllm_engine, DataProto.from_dict({}, {"prompt_ids": [prompt] * 2, "seed": [1, 2]}), FREE)
+    wanted_BR = trainer.engine.compute(after, 1.0)[0]
+    torch.testing.assert_close(after.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
+    assert [c.token_ids for c in before] != after.batch["responses"].tolist()
+
+
+def test_a_push_without_the_tied_head_is_caught(
+    trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trainer.engine.full_parameters
+
+    def without_head(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in whole(model) if name != "lm_head.weight")
+
+    trainer.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.engine, "full_parameters", without_head)
+        with pytest.raises(TrainingError, match="push of weights version 1.*canary_tolerance"):
+            trainer.sharding.push(1)
+    assert trainer.sharding.push(2) < TOLERANCE
+
+
+def test_weights_that_were_changed_on_the_way_are_caught(
+    trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trainer.engine.full_parameters
+
+    def changed(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+        return ((n, t * 1.05 if n.endswith("o_proj.weight") else t) for n, t in whole(model))
+
+    monkeypatch.setattr(trainer.engine, "full_parameters", changed)
+    with pytest.raises(TrainingError):
+        trainer.sharding.push(1)
+
+
+def test_the_canary_fits_a_short_context(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    sharding = ShardingManager(trainer.engine, trainer.hf, vllm_engine, "float32", TOLERANCE, max_length=10)
+    assert sharding.push(1) < TOLERANCE
+    assert len(sharding._canary_ids) == 9
+
+
+def test_sleeping_and_waking_keeps_the_weights(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    before = vllm_engine.generate(PROMPTS, [0] * 4, GREEDY)
+    vllm_engine.sleep()
+    trainer.sharding.push(0)
+    assert [c.token_ids for c in vllm_engine.generate(PROMPTS, [0] * 4, GREEDY)] == [c.token_ids for c in before]

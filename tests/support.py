@@ -1,0 +1,116 @@
+"""Parts that tests of several folders are put together from; also imported by the processes that tests start."""
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+
+from rl_core.config.schema import ActorConfig, OptimConfig, TinyModelConfig
+from rl_core.data.protocol import DataProto
+from rl_core.models.load import PolicyModel, load_causal_lm
+from rl_core.models.tiny import save_tiny_model
+from rl_core.rollout.agent_loop import Trajectory, to_batch
+from rl_core.training.engine import TrainEngine
+from rl_core.training.losses import policy_loss
+
+CPU = torch.device("cpu")
+WIDTH = 8
+# Prompt and response tokens of each row; the first half is much longer, so that ranks need different numbers of
+# micro-batches.
+LENGTHS = [(9, 8), (12, 8), (10, 7), (11, 8), (3, 1), (2, 4), (4, 2), (3, 3)]
+
+
+def save_sharp_model(folder: Path) -> None:
+    """The offline model with larger embeddings: its fresh weights alone would give nearly uniform log-probs."""
+    save_tiny_model(folder, TinyModelConfig(hidden_size=64, layers=1, heads=2), 64, seed=0)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(4)
+        model.model.layers[0].self_attn.o_proj.weight.mul_(5)
+    model.save_pretrained(folder)
+
+
+def policy_engine(
+    path: Path, mesh: DeviceMesh, optim: OptimConfig | None = None, max_tokens: int = 4096, updates: int = 10
+) -> tuple[TrainEngine, PreTrainedModel]:
+    """A policy engine from a checkpoint, and its Hugging Face model."""
+    policy = PolicyModel(load_causal_lm(path))
+    engine = TrainEngine(policy, cast(PreTrainedModel, policy.hf), mesh, CPU, "float32", optim, updates, max_tokens)
+    return engine, policy.hf
+
+
+def rows_of(lengths: list[tuple[int, int]], seed: int = 0) -> DataProto:
+    """Random rows with the lengths (prompt, response) as a batch, ready for the policy loss.
+
+    One token in the middle of the first row, and the whole last row, are not the policy's (mask 0).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(0, 64, (n,), generator=generator).tolist()
+
+    rows = to_batch(
+        [Trajectory(draw(p), 0, response_ids=draw(r), response_mask=[1] * r) for p, r in lengths], WIDTH
+    )
+    mask_BR = rows.batch["response_mask"]
+    mask_BR[0, lengths[0][1] // 2] = 0
+    mask_BR[-1] = 0
+    noise_BR = torch.randn(mask_BR.shape, generator=generator)
+    advantages_BR = torch.randn(mask_BR.shape, generator=generator) * mask_BR
+    return rows.union(DataProto({"noise": noise_BR, "advantages": advantages_BR}))
+
+
+def off_policy(engine: TrainEngine, rows: DataProto) -> DataProto:
+    """The rows with old log-probs a little off the engine's, so that some ratios are clipped, and a reference."""
+    log_probs_BR = engine.compute(rows, 1.0)[0]
+    old_BR = log_probs_BR + 0.2 * rows.batch["noise"]
+    return rows.union(DataProto({"old_log_probs": old_BR, "ref_log_prob": old_BR - 0.1}))
+
+
+def update(
+    engine: TrainEngine, rows: DataProto, tokens: float, sequences: float, config: ActorConfig
+) -> dict[str, float]:
+    """One optimizer step on these rows of a mini-batch with the given counts."""
+    return engine.train_mini_batch(rows, policy_loss(config, tokens, sequences), 1.0)
+
+
+def update_alone(engine: TrainEngine, rows: DataProto, config: ActorConfig | None = None) -> dict[str, float]:
+    """One optimizer step on a mini-batch that this process has alone."""
+    tokens = rows.batch["response_mask"].sum().item()
+    return update(engine, rows, tokens, len(rows), config or ActorConfig())
+
+
+def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+    """Copies of all weights and Adam moments, gathered over the ranks; `exp_avg` after one step is a gradient."""
+    state = engine.state()
+    return {
+        f"{part}.{name}": tensor.full_tensor().clone()  # type: ignore[attr-defined]
+        for part in ("model", "exp_avg", "exp_avg_sq")
+        for name, tensor in cast(dict[str, Tensor], state[part]).items()
+    }
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor], prefix: str = "") -> float:
+    """L2 distance of the tensors whose names begin with `prefix`, relative to the norm of `b`."""
+    names = [name for name in b if name.startswith(prefix)]
+    assert names and a.keys() == b.keys()
+    difference = torch.stack([(a[name] - b[name]).norm() for name in names]).norm()
+    return (difference / torch.stack([b[name].norm() for name in names]).norm()).item()
+
+
+def plain_log_probs(path: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probs [R] of the response after the prompt from the unchanged transformers model at `path`."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return plain_outputs(model, prompt, response, temperature)[0]
+
+
+def plain_outputs(
+    model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [R] of the response by the model's ordinary forward of this one sequence."""
+    logits_TV = model(torch.tensor([prompt + response])).logits[0] / temperature
+    distribution = torch.distributions.Categorical(logits=logits_TV[len(prompt) - 1 : -1])
+    return distribution.log_prob(torch.tensor(response)), distribution.entropy()

@@ -1,0 +1,66 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import WIDTH, rows_of
+
+from rl_core.training.packing import MicroBatch, balanced_parts, micro_batches, split_by_tokens
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 8))
+def test_balanced_parts_are_a_balanced_partition(lengths: list[int], parts: int) -> None:
+    groups = balanced_parts(lengths, parts)
+    assert len(groups) == parts
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in group) for group in groups]
+    assert max(loads) - min(loads) <= max(lengths)
+    assert sum(not group for group in groups) == max(0, parts - len(lengths))
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(50, 300))
+def test_groups_stay_within_the_token_budget(lengths: list[int], max_tokens: int) -> None:
+    groups = split_by_tokens(lengths, max_tokens)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    assert all(group and sum(lengths[i] for i in group) <= max_tokens for group in groups)
+    # Groups that are this full mean that hardly fewer would do.
+    assert len(groups) <= 2 * sum(lengths) / max_tokens + 1
+
+
+def test_a_row_above_the_budget_is_refused() -> None:
+    assert split_by_tokens([10, 3], 10) == [[0], [1]]
+    with pytest.raises(ValueError, match="11 tokens does not fit in a micro-batch of 10"):
+        split_by_tokens([3, 11], 10)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, WIDTH)), min_size=1, max_size=6))
+def test_padding_undoes_packing(lengths: list[tuple[int, int]]) -> None:
+    rows = rows_of(lengths)
+    micro = MicroBatch(rows, torch.device("cpu"))
+    packed = micro.packed
+    assert packed.input_ids.shape == packed.position_ids.shape == (1, sum(p + r for p, r in lengths))
+    assert packed.position_ids[0].tolist() == [i for p, r in lengths for i in range(p + r)]
+    # The targets are the response tokens, and come back at their places with zeros behind them.
+    assert torch.equal(micro.pad(packed.input_ids[0, micro.target_N]), rows.batch["responses"])
+    ones_BR = micro.pad(torch.ones(len(micro.target_N)))
+    assert ones_BR.sum(-1).tolist() == [r for _, r in lengths]
+    starts = [packed.input_ids[0, s : s + p].tolist() for s, (p, _) in zip(_starts(lengths), lengths, strict=True)]
+    assert starts == [row[:p].tolist() for row, (p, _) in zip(rows.batch["prompts"], lengths, strict=True)]
+
+
+def _starts(lengths: list[tuple[int, int]]) -> list[int]:
+    return [sum(p + r for p, r in lengths[:i]) for i in range(len(lengths))]
+
+
+def test_micro_batches_name_their_rows() -> None:
+    lengths = [(9, 8), (2, 1), (4, 4), (3, 3)]
+    rows = rows_of(lengths)
+    found = list(micro_batches(rows, 17, torch.device("cpu")))
+    assert len(found) == 2
+    for indices, micro in found:
+        assert torch.equal(micro.rows.batch["responses"], rows.batch["responses"][indices])
+        assert micro.packed.input_ids.shape[1] == sum(sum(lengths[i]) for i in indices) <= 17

@@ -1,0 +1,115 @@
+"""Two processes that train together against one that trains alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import LENGTHS, WIDTH, distance, off_policy, plain_log_probs, policy_engine, rows_of, update, weights_of
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl_core.storage import Store
+from rl_core.training.checkpoint import load_engine, save_engine
+from rl_core.training.engine import TrainEngine
+
+sys.path.append(str(Path(__file__).parent))
+from two_ranks import CONFIG, MAX_TOKENS, OPTIM  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+class Alone:
+    """A world of one rank on the same rows."""
+
+    def __init__(self, model: Path, mesh: DeviceMesh) -> None:
+        self.engine: TrainEngine = policy_engine(model, mesh, OPTIM, MAX_TOKENS)[0]
+        self.rows = off_policy(self.engine, rows_of(LENGTHS))
+
+    def update(self) -> dict[str, float]:
+        tokens = self.rows.batch["response_mask"].sum().item()
+        return update(self.engine, self.rows, tokens, len(self.rows), CONFIG)
+
+
+class Outcome:
+    """What both worlds came to: a folder with the two ranks' files, and the lone rank's results in memory."""
+
+    def __init__(self, folder: Path, model: Path, mesh: DeviceMesh) -> None:
+        self.folder, self.store = folder, Store(str(folder))
+        alone = Alone(model, mesh)
+        self.metrics, self.first = alone.update(), weights_of(alone.engine)
+        save_engine(alone.engine, self.store, "alone")
+        alone.update()
+        self.second = weights_of(alone.engine)
+        self._run(model)
+
+    def _run(self, model: Path) -> None:
+        command = [sys.executable, str(HERE / "two_ranks.py")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])}
+        ranks = [
+            subprocess.Popen([*command, str(rank), str(model), str(self.folder)], env=env, stderr=subprocess.PIPE)
+            for rank in range(2)
+        ]
+        try:
+            for rank in ranks:
+                _, errors = rank.communicate(timeout=120)
+                assert rank.returncode == 0, errors.decode()
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        return load_file(self.folder / f"{name}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, mesh: DeviceMesh) -> Outcome:
+    return Outcome(tmp_path_factory.mktemp("ranks"), tiny_model, mesh)
+
+
+def test_each_rank_holds_half_of_the_weights(outcome: Outcome, tiny_model: Path, mesh: DeviceMesh) -> None:
+    whole = sum(parameter.numel() for parameter in policy_engine(tiny_model, mesh)[0].module.parameters())
+    assert whole / 2 <= outcome.read("metrics")["local"].item() < 0.51 * whole
+
+
+def test_the_step_is_that_of_one_rank(outcome: Outcome) -> None:
+    first = outcome.read("first")
+    assert distance(first, outcome.first, "exp_avg.") < 1e-5
+    assert distance(first, outcome.first, "model.") < 1e-5
+    metrics = outcome.read("metrics")
+    for name, value in outcome.metrics.items():
+        assert metrics[name].item() == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+def test_two_ranks_continue_the_checkpoint_of_one(outcome: Outcome) -> None:
+    loaded = outcome.read("loaded")
+    assert loaded.keys() == outcome.first.keys()
+    assert all(torch.equal(loaded[name], outcome.first[name]) for name in loaded)
+    resumed = outcome.read("resumed")
+    assert distance(resumed, outcome.second, "model.") < 1e-5
+    assert distance(resumed, outcome.second, "exp_avg.") < 1e-4
+
+
+def test_one_rank_continues_the_checkpoint_of_two(outcome: Outcome, tiny_model: Path, mesh: DeviceMesh) -> None:
+    alone, first, second = Alone(tiny_model, mesh), outcome.read("first"), outcome.read("second")
+    load_engine(alone.engine, outcome.store, "together")
+    loaded = weights_of(alone.engine)
+    assert alone.engine.updates == 1
+    assert all(torch.equal(loaded[name], first[name]) for name in first)
+    alone.update()
+    continued = weights_of(alone.engine)
+    assert distance(continued, second, "model.") < 1e-5
+    assert distance(continued, second, "exp_avg.") < 1e-4
+
+
+def test_the_export_of_two_ranks_is_the_trained_model(outcome: Outcome) -> None:
+    rows, log_probs_BR = rows_of(LENGTHS), outcome.read("log_probs")["log_probs"]
+    assert log_probs_BR.shape == (len(LENGTHS), WIDTH)
+    for i, (p, r) in enumerate(LENGTHS):
+        prompt, response = rows.batch["prompts"][i, :p].tolist(), rows.batch["responses"][i, :r].tolist()
+        wanted = plain_log_probs(outcome.folder / "export", prompt, response)
+        torch.testing.assert_close(log_probs_BR[i, :r], wanted, rtol=0, atol=5e-6)

@@ -1,0 +1,64 @@
+"""One of two ranks that train together; test_two_ranks.py starts both and compares what rank 0 writes.
+
+Usage: two_ranks.py RANK MODEL FOLDER, where FOLDER holds a checkpoint `alone` of a world of one rank.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from support import LENGTHS, off_policy, policy_engine, rows_of, update, weights_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from rl_core.config.schema import ActorConfig, OptimConfig
+from rl_core.storage import Store
+from rl_core.training.checkpoint import export_model, load_engine, save_engine
+
+MAX_TOKENS = 21
+OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)
+CONFIG = ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_loss_coef=0.1)
+
+
+def main(rank: int, model: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    store = Store(str(folder))
+    # The first half of the rows is much longer, so the ranks need different numbers of micro-batches.
+    mine = rows_of(LENGTHS).chunk(2)[rank]
+    rows = off_policy(policy_engine(model, mesh)[0], mine)
+    counts = torch.tensor([mine.batch["response_mask"].sum(), float(len(mine))])
+    dist.all_reduce(counts)
+    tokens, sequences = counts.tolist()
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        if rank == 0:
+            save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.safetensors")
+
+    engine, hf = policy_engine(model, mesh, OPTIM, MAX_TOKENS)
+    local = sum(parameter.to_local().numel() for parameter in engine.module.parameters())  # type: ignore[operator]
+    metrics = update(engine, rows, tokens, sequences, CONFIG)
+    numbers = {**{name: torch.tensor(value) for name, value in metrics.items()}, "local": torch.tensor(local)}
+    write("metrics", numbers)
+    write("first", weights_of(engine))
+    save_engine(engine, store, "together")
+    export_model(engine, hf, "float32", model, store, "export")
+    log_probs_BR = engine.compute(mine, 1.0)[0]
+    gathered = [torch.zeros_like(log_probs_BR) for _ in range(2)]
+    dist.all_gather(gathered, log_probs_BR)
+    write("log_probs", {"log_probs": torch.cat(gathered)})
+    update(engine, rows, tokens, sequences, CONFIG)
+    write("second", weights_of(engine))
+
+    resumed, _ = policy_engine(model, mesh, OPTIM, MAX_TOKENS)
+    load_engine(resumed, store, "alone")
+    write("loaded", weights_of(resumed))
+    update(resumed, rows, tokens, sequences, CONFIG)
+    write("resumed", weights_of(resumed))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
