@@ -100,6 +100,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Runs the flow `post_train` in this process."""
     composed = compose(options.recipe, options.overrides)
     home = _prepare(options.verbose)
+    from tasks.runs import find_run
+
+    find_run(composed, home, options.run, options.resume, options.new)
     from flows.preflight import preflight
 
     preflight(composed, home)

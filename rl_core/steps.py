@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.algorithms.kl import kl_estimate
@@ -17,7 +16,7 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
 from rl_core.metrics import Metrics
-from rl_core.rewards.runner import RewardRunner
+from rl_core.rewards.runner import RewardResult, RewardRunner
 
 
 def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step: int) -> DataProto:
@@ -58,6 +57,8 @@ def score(
     than `reward.max_failed_share` of them have none.
     """
     results = rewards.score(response_texts(batch, tokenizer), list(batch.non_tensor_batch["row"]))
+    if config.reward.shuffle_control:
+        results = _of_other_prompts(results, config, step)
     scored_B = torch.tensor([result.score is not None for result in results])
     failed = [result for result in results if result.score is None]
     if len(failed) > config.reward.max_failed_share * len(results):
@@ -67,8 +68,6 @@ def score(
             f"the first: {failed[0].status}: {failed[0].detail}"
         )
     score_B = torch.tensor([result.score or 0.0 for result in results])
-    if config.reward.shuffle_control:
-        score_B = _of_other_prompts(score_B, config, step)
     tensors = batch.batch
     scores_BR = torch.zeros_like(tensors["response_mask"])
     last_B = (tensors["response_length"] - 1).clamp(min=0)
@@ -84,11 +83,13 @@ def score(
     )
 
 
-def _of_other_prompts(score_B: Tensor, config: RunConfig, step: int) -> Tensor:
-    """Each prompt's rewards handed to another prompt's responses."""
-    by_prompt = score_B.view(-1, config.rollout.n)
-    order = np.random.default_rng([config.trainer.seed, step]).permutation(len(by_prompt))
-    return by_prompt[torch.from_numpy(order)].flatten()
+def _of_other_prompts(results: list[RewardResult], config: RunConfig, step: int) -> list[RewardResult]:
+    """Each prompt's results handed to another prompt's responses."""
+    n = config.rollout.n
+    ring = np.random.default_rng([config.trainer.seed, step]).permutation(len(results) // n)
+    # Along a ring every prompt gets another one's; a mere permutation leaves some of them their own.
+    giver = dict(zip(ring.tolist(), np.roll(ring, 1).tolist(), strict=True))
+    return [results[giver[prompt] * n + place] for prompt in range(len(giver)) for place in range(n)]
 
 
 def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:
@@ -132,7 +133,7 @@ def rollout_parquet(batch: DataProto) -> bytes:
     columns["version"] = batch.batch["version"].tolist()
     columns["prompt_ids"] = [row[:n] for row, n in zip(batch.batch["prompts"].tolist(), prompt_length, strict=True)]
     for name, tensor in sorted(batch.batch.items()):
-        if tensor.shape == batch.batch["responses"].shape:
+        if name != "prompts" and tensor.shape == batch.batch["responses"].shape:
             columns[name] = [row[:n] for row, n in zip(tensor.tolist(), length, strict=True)]
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer)

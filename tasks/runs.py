@@ -34,19 +34,19 @@ class Run:
         return self.store.url
 
 
-def open_run(composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False) -> Run:
-    """Begins a run or takes an existing one up again.
+def find_run(
+    composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False
+) -> tuple[str, Store]:
+    """Name and store of the run to begin or to take up again; looks only.
 
     Without `name` a run is named after recipe and config, so the same command finds it again; `new` takes the next
     free name instead. Raises InputError when the run exists and neither `resume` nor `name` says to go on, when its
-    config was another, when there is nothing to resume, or when another process works on it.
+    config was another, or when there is nothing to resume.
     """
     root = Store(composed.config.storage.root or str(home / "runs"))
     wanted = name or f"{Path(composed.recipe).stem}-{config_hash(composed.config)[:8]}"
     if not NAME.fullmatch(wanted):
-        raise InputError(
-            "a run name of letters, digits, '.', '_' and '-'", repr(wanted), "--run", "give another name"
-        )
+        raise InputError("a run name of letters, digits, '.', '_' and '-'", repr(wanted), "--run", "give another name")
     if new:
         wanted = _free_name(root, wanted)
     store = root.child(wanted)
@@ -62,10 +62,19 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
         raise InputError(
             "a run to resume", f"no run {wanted}", root.url, f"leave --resume out, or name one of: {_names(root)}"
         )
-    lock = _lock(home, wanted)
     if exists:
         _check_same_config(store, composed, wanted)
-    else:
+    return wanted, store
+
+
+def open_run(composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False) -> Run:
+    """Takes the lock of the run that `find_run` finds and writes down what a new one is.
+
+    Raises InputError as `find_run` does, and when another process works on the run.
+    """
+    wanted, store = find_run(composed, home, name, resume, new)
+    run = Run(wanted, composed, home, store, _lock(home, wanted))
+    if not store.exists(RUN_FILE):
         store.check_writable()
         store.write_json(
             RUN_FILE,
@@ -78,7 +87,7 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
                 "created": time.time(),
             },
         )
-    return Run(wanted, composed, home, store, lock)
+    return run
 
 
 def code_version() -> str:

@@ -52,9 +52,7 @@ def rows_of(lengths: list[tuple[int, int]], seed: int = 0) -> DataProto:
     def draw(n: int) -> list[int]:
         return torch.randint(0, 64, (n,), generator=generator).tolist()
 
-    rows = to_batch(
-        [Trajectory(draw(p), 0, response_ids=draw(r), response_mask=[1] * r) for p, r in lengths], WIDTH
-    )
+    rows = to_batch([Trajectory(draw(p), 0, response_ids=draw(r), response_mask=[1] * r) for p, r in lengths], WIDTH)
     mask_BR = rows.batch["response_mask"]
     mask_BR[0, lengths[0][1] // 2] = 0
     mask_BR[-1] = 0

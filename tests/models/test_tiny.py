@@ -50,9 +50,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
         torch.manual_seed(hash(name) % 1000)
         save_tiny_model(tmp_path / name, SHAPE, 64, seed)
     torch.set_rng_state(state)
-    a, b, c = (
-        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b", "c")
-    )
+    a, b, c = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b", "c"))
     assert a == b
     assert a["model.safetensors"] != c["model.safetensors"]
 

@@ -20,9 +20,7 @@ OPTIM = OptimConfig(lr=1e-3, grad_clip=1e9)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_compute_gives_the_log_probs_of_the_plain_model(
-    tiny_model: Path, mesh: DeviceMesh, temperature: float
-) -> None:
+def test_compute_gives_the_log_probs_of_the_plain_model(tiny_model: Path, mesh: DeviceMesh, temperature: float) -> None:
     rows = rows_of(LENGTHS)
     engine, _ = policy_engine(tiny_model, mesh, max_tokens=SMALLEST)
     log_probs_BR, entropy_BR = engine.compute(rows, temperature)

@@ -1,0 +1,222 @@
+import io
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core import steps
+from rl_core.config.schema import RunConfig
+from rl_core.data.dataset import RLHFDataset
+from rl_core.data.protocol import DataProto
+from rl_core.data.rows import make_row
+from rl_core.errors import TransientError
+from rl_core.models.tiny import build_tokenizer
+from rl_core.rewards.worker import RewardResult, failure
+from rl_core.rollout.agent_loop import Trajectory, to_batch
+
+TOKENIZER = build_tokenizer()
+END = TOKENIZER.eos_token_id
+ROWS = [make_row("sort_digits", f"{i} 1 0", "sorting", f"0 1 {i}", f"0 1 {i}", "train", i) for i in range(10)]
+
+
+def config(**sections: dict[str, object]) -> RunConfig:
+    return RunConfig.model_validate(
+        {"data": {"train_batch_size": 4}, "rollout": {"n": 3}, "trainer": {"seed": 5}, **sections}
+    )
+
+
+def prompt_batch(run: RunConfig, step: int = 7, indices: tuple[int, ...] = (3, 1, 8, 4)) -> DataProto:
+    return steps.prompt_batch(RLHFDataset(ROWS, TOKENIZER), list(indices), run, step)
+
+
+def rolled_out(run: RunConfig, texts: list[str] | None = None) -> DataProto:
+    """The prompts with made responses; the default ones are unlike each other, and of different lengths."""
+    prompts = prompt_batch(run)
+    texts = texts or [f"{i} {i}" + " 7" * (i % 4) for i in range(len(prompts))]
+    answers = [[*TOKENIZER.encode(text), END] for text in texts]
+    trajectories = [
+        Trajectory(ids, 0, response_ids=answer, response_mask=[1] * len(answer), log_probs=[-0.5] * len(answer))
+        for ids, answer in zip(prompts.non_tensor_batch["prompt_ids"], answers, strict=True)
+    ]
+    return prompts.union(to_batch(trajectories, 8))
+
+
+@dataclass
+class Recorded:
+    """Gives recorded results, and writes down what it was asked."""
+
+    results: list[RewardResult]
+    asked: list[tuple[list[str], list[dict]]] = field(default_factory=list)
+
+    def score(self, responses: list[str], rows: list[dict]) -> list[RewardResult]:
+        self.asked.append((responses, rows))
+        return self.results
+
+
+def score(batch: DataProto, scores: list[float | None], run: RunConfig, step: int = 7) -> DataProto:
+    results = [failure("timeout", "too slow") if s is None else RewardResult(s, "ok") for s in scores]
+    return steps.score(batch, Recorded(results), TOKENIZER, run, step)  # type: ignore[arg-type]
+
+
+def test_each_prompt_stands_n_times_with_its_row() -> None:
+    batch = prompt_batch(config())
+    columns = batch.non_tensor_batch
+    assert len(batch) == 12
+    assert [row["extra_info"]["index"] for row in columns["row"]] == [3] * 3 + [1] * 3 + [8] * 3 + [4] * 3
+    assert columns["uid"].tolist() == [f"7-{place}" for place in range(4) for _ in range(3)]
+    assert all("prompt_ids" not in row for row in columns["row"])
+    wanted = TOKENIZER.apply_chat_template(ROWS[1]["prompt"], add_generation_prompt=True, return_dict=False)
+    assert columns["prompt_ids"][3] == columns["prompt_ids"][5] == wanted
+
+
+def test_a_prompt_that_comes_twice_in_a_step_is_two_groups() -> None:
+    uid = prompt_batch(config(), indices=(2, 2, 3, 4)).non_tensor_batch["uid"]
+    assert len(set(uid.tolist())) == 4
+
+
+def test_seeds_are_the_same_for_the_same_step_and_distinct_otherwise() -> None:
+    run = config()
+    first, again = (prompt_batch(run, step).non_tensor_batch["seed"].tolist() for step in (7, 7))
+    assert first == again
+    following = prompt_batch(run, 8).non_tensor_batch["seed"].tolist()
+    other_run = prompt_batch(config(trainer={"seed": 6}), 7).non_tensor_batch["seed"].tolist()
+    assert len({*first, *following, *other_run}) == 3 * 12
+    assert all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in first)
+
+
+def test_scores_stand_on_the_last_token() -> None:
+    run = config()
+    batch = rolled_out(run)
+    rewards = Recorded([RewardResult(i / 10, "ok") for i in range(12)])
+    scored = steps.score(batch, rewards, TOKENIZER, run, 7)  # type: ignore[arg-type]
+    ((responses, rows),) = rewards.asked
+    assert responses[:2] == ["0 0", "1 1 7"] and rows == batch.non_tensor_batch["row"].tolist()
+    scores_BR, length_B = scored.batch["token_level_scores"], batch.batch["response_length"]
+    assert scores_BR[torch.arange(12), length_B - 1].tolist() == pytest.approx([i / 10 for i in range(12)])
+    assert scores_BR.sum().item() == pytest.approx(6.6)
+    assert scored.batch["scored"].all()
+    assert torch.equal(scored.batch["response_mask"], batch.batch["response_mask"])
+
+
+def test_a_response_without_a_score_trains_nothing_and_leaves_its_group() -> None:
+    run = config()
+    batch = rolled_out(run)
+    scored = score(batch, [1.0] * 4 + [None] + [1.0] * 7, run)
+    assert scored.batch["scored"].tolist() == [True] * 4 + [False] + [True] * 7
+    assert not scored.batch["response_mask"][4].any()
+    others = [i for i in range(12) if i != 4]
+    assert torch.equal(scored.batch["response_mask"][others], batch.batch["response_mask"][others])
+    uid = scored.non_tensor_batch["uid"].tolist()
+    assert uid.count("7-1") == 2 and uid.count(uid[4]) == 1
+    assert batch.non_tensor_batch["uid"][4] == "7-1", "the batch that came in is changed"
+
+
+def test_two_lost_responses_are_not_a_group_of_their_own() -> None:
+    run = config(reward={"max_failed_share": 0.5})
+    uid = score(rolled_out(run), [None, None] + [1.0] * 10, run).non_tensor_batch["uid"]
+    assert len({uid[0], uid[1], uid[2]}) == 3
+
+
+def test_too_many_responses_without_a_score_are_a_transient_error() -> None:
+    run = config(reward={"max_failed_share": 0.25})
+    batch = rolled_out(run)
+    score(batch, [None] * 3 + [1.0] * 9, run)
+    with pytest.raises(TransientError, match="step 7: 4 of 12 .*max_failed_share=0.25.*timeout: too slow"):
+        score(batch, [None] * 4 + [1.0] * 8, run)
+
+
+@pytest.mark.parametrize("step", range(20))
+def test_the_shuffle_control_hands_each_prompts_rewards_to_another(step: int) -> None:
+    run = config(reward={"shuffle_control": True, "max_failed_share": 0.5})
+    batch = rolled_out(run)
+    given: list[float | None] = [float(i) for i in range(12)]
+    scored = score(batch, given, run, step)
+    groups = scored.batch["token_level_scores"].sum(-1).view(4, 3).tolist()
+    wanted = [[float(3 * g + k) for k in range(3)] for g in range(4)]
+    assert sorted(groups) == wanted
+    assert all(seen != own for seen, own in zip(groups, wanted, strict=True))
+    assert torch.equal(score(batch, given, run, step).batch["token_level_scores"], scored.batch["token_level_scores"])
+    # A failure goes along with its place, instead of becoming another response's 0.
+    given[4] = None
+    lost = score(batch, given, run, step).batch["scored"].tolist()
+    assert lost == [value != 4 for value in sum(groups, [])]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 20), min_size=48, max_size=48), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])
+)
+def test_the_balanced_order_keeps_mini_batches_within_the_shares(lengths: list[int], world: int, mini: int) -> None:
+    sections = {"actor": {"mini_batch_size": mini}, "trainer": {"ranks_per_node": world}}
+    run = config(rollout={"n": 12}, **sections)
+    tensors = {"prompt_length": torch.tensor(lengths), "response_length": torch.full((48,), 2)}
+    order = steps.balanced_order(DataProto(tensors), run)
+    assert sorted(order) == list(range(48))
+    per_mini, share = mini * 12, 48 // world
+    for k in range(48 // per_mini):
+        part = per_mini // world
+        parts = [order[rank * share + k * part : rank * share + (k + 1) * part] for rank in range(world)]
+        assert sorted(sum(parts, [])) == list(range(k * per_mini, (k + 1) * per_mini))
+        loads = [sum(lengths[i] for i in rows) for rows in parts]
+        assert world == 1 or max(loads) - min(loads) <= max(lengths)
+
+
+def test_ranks_get_equal_numbers_of_tokens_where_lengths_allow_it() -> None:
+    run = config(rollout={"n": 12}, trainer={"ranks_per_node": 2})
+    length_B = torch.arange(48)
+    tensors = {"prompt_length": length_B, "response_length": torch.zeros_like(length_B)}
+    order = steps.balanced_order(DataProto(tensors), run)
+    assert length_B[order].view(2, 24).sum(-1).tolist() == [564, 564]
+
+
+def test_one_rank_keeps_the_order() -> None:
+    run = config()
+    assert steps.balanced_order(rolled_out(run), run) == list(range(12))
+
+
+def test_kl_lowers_the_rewards_token_by_token() -> None:
+    mask_BR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    batch = DataProto(
+        {
+            "token_level_scores": torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]),
+            "response_mask": mask_BR,
+            "old_log_probs": torch.tensor([[-1.0, -2.0, -7.0], [-3.0, -7.0, -7.0]]),
+            "ref_log_prob": torch.tensor([[-1.5, -1.0, -1.0], [-3.0, -1.0, -1.0]]),
+        }
+    )
+    rewarded, metrics = steps.apply_kl(batch, 0.1)
+    wanted = torch.tensor([[-0.05, 1.1, 0.0], [0.5, 0.0, 0.0]])
+    torch.testing.assert_close(rewarded.batch["token_level_rewards"], wanted)
+    assert metrics == {"kl/ref": pytest.approx((math.exp(-0.5) - 0.5 + math.e - 2) / 3)}
+    batch.pop(["ref_log_prob"])
+    unchanged, nothing = steps.apply_kl(batch, 0.1)
+    assert torch.equal(unchanged.batch["token_level_rewards"], batch.batch["token_level_scores"]) and nothing == {}
+
+
+def test_the_steps_trajectories_are_written_without_padding(tmp_path: Path) -> None:
+    run = config()
+    batch = score(rolled_out(run), [1.0] * 12, run)
+    # Prompts as wide as responses are prompts still.
+    wide = torch.nn.functional.pad(batch.batch["prompts"], (0, 8 - batch.batch["prompts"].shape[1]))
+    batch = DataProto({**batch.batch, "prompts": wide}, batch.non_tensor_batch)
+    batch = batch.union(DataProto({"old_log_probs": torch.full((12, 8), -0.25)}))
+    table = pq.read_table(io.BytesIO(steps.rollout_parquet(batch)))
+    per_token = {"responses", "response_mask", "rollout_log_probs", "token_level_scores", "old_log_probs"}
+    per_row = {"uid", "seed", "stop_reason", "status", "row", "version"}
+    assert set(table.column_names) == per_token | per_row | {"prompt_ids"}
+    lengths = batch.batch["response_length"].tolist()
+    rows = table.to_pylist()
+    assert len(rows) == 12
+    for i, row in enumerate(rows):
+        assert {len(row[name]) for name in per_token} == {lengths[i]}
+        assert row["prompt_ids"] == batch.non_tensor_batch["prompt_ids"][i]
+        assert row["responses"] == batch.batch["responses"][i, : lengths[i]].tolist()
+        assert row["token_level_scores"] == [0.0] * (lengths[i] - 1) + [1.0]
+        assert row["seed"] == batch.non_tensor_batch["seed"][i]
+    assert [row["row"] for row in rows] == list(np.repeat([3, 1, 8, 4], 3))
