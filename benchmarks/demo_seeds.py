@@ -1,6 +1,6 @@
 """Runs the demo for several seeds and prints a table of its scores before and after.
 
-    python benchmarks/demo_seeds.py [SEEDS=5] [a.b=value …]
+python benchmarks/demo_seeds.py [SEEDS=5] [a.b=value …]
 """
 
 import json
@@ -17,12 +17,18 @@ COMMAND = str(Path(sys.executable).parent / "rollforward")
 def main(arguments: list[str]) -> int:
     """One run a seed, in a home folder of its own."""
     seeds = int(arguments.pop(0)) if arguments and arguments[0].isdigit() else 5
-    print("| seed | sampled before | sampled after | greedy before | greedy after | seconds |\n|---|---|---|---|---|---|")
+    print(
+        "| seed | sampled before | sampled after | greedy before | greedy after | seconds |\n|---|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(seeds):
             start, run = time.monotonic(), ["run", "demo", "--run", f"seed-{seed}", f"trainer.seed={seed}", *arguments]
             done = subprocess.run(
-                [COMMAND, *run], env={**os.environ, "ROLLFORWARD_HOME": folder}, capture_output=True, text=True, check=False
+                [COMMAND, *run],
+                env={**os.environ, "ROLLFORWARD_HOME": folder},
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 print(done.stdout, done.stderr)

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -80,7 +80,7 @@ class RayWorkerGroup:
                 # The worker's own error goes on as what it is, so that its kind decides about a retry.
                 cause = error.cause
                 raise (cause if isinstance(cause, RollforwardError) else error) from error
-            except RayActorError as error:
+            except RayError as error:
                 raise TransientError(f"a {self.name} was lost during {method}: {error}") from error
             if pending and time.monotonic() - start > self.deadline:
                 late = [rank for rank, ref in enumerate(refs) if ref in pending]
