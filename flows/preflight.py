@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from rl_core.algorithms.advantages import ESTIMATORS
+from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import resolve_device
 from rl_core.config.compose import Composed
 from rl_core.data.dataset import check_tokenizer
@@ -32,4 +34,6 @@ def preflight(composed: Composed, home: Path) -> None:
     if config.model.path != "tiny":
         check_tokenizer(load_tokenizer(check_model_folder(config.model.path)), config.model.path)
     load_source(config.data.source)
+    ESTIMATORS.resolve(config.algorithm.estimator)
+    POLICY_LOSSES.resolve(config.actor.policy_loss)
     resolve_device(config.trainer)

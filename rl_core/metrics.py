@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.kl import kl_estimate
+from rl_core.algorithms.advantages import Groups, group_index
+from rl_core.algorithms.correction import mismatch_metrics
 from rl_core.algorithms.masked import masked_mean
 from rl_core.data.protocol import DataProto
 
@@ -48,38 +49,35 @@ def spread(name: str, values: Tensor) -> Metrics:
     }
 
 
-def batch_metrics(batch: DataProto, group_B: Tensor) -> Metrics:
-    """Rewards, lengths, groups, advantages and the mismatch between rollout engine and trainer.
-
-    Args:
-        group_B: group number of each row.
-    """
+def batch_metrics(batch: DataProto) -> Metrics:
+    """Scores, rewards, lengths, groups, advantages, and the mismatch between rollout engine and trainer."""
     tensors, mask_BR, scored_B = batch.batch, batch.batch["response_mask"], batch.batch["scored"]
-    reward_B = tensors["token_level_scores"].sum(-1)
-    groups = int(group_B.max()) + 1
-    high_G = torch.full((groups,), -torch.inf).scatter_reduce(0, group_B, reward_B, "amax")
-    low_G = torch.full((groups,), torch.inf).scatter_reduce(0, group_B, reward_B, "amin")
+    score_B = tensors["token_level_scores"].sum(-1)
+    group_B = group_index(list(batch.non_tensor_batch["uid"]))
+    groups = Groups(score_B, group_B)
     stop = batch.non_tensor_batch["stop_reason"]
-    return {
-        **spread("reward", reward_B[scored_B]),
+    metrics = {
+        **spread("score", score_B[scored_B]),
+        **spread("reward", tensors["token_level_rewards"].sum(-1)[scored_B]),
         "reward/failed_share": 1.0 - scored_B.float().mean().item(),
-        "reward/equal_groups_share": (high_G - low_G <= 1e-8).float().mean().item(),
+        "group/equal_share": (groups.flat_B / groups.count_B).sum().item() / groups.number,
+        "group/alone_share": ((groups.count_B < 2) / groups.count_B).sum().item() / groups.number,
+        "group/std_mean": (groups.std_B / groups.count_B).sum().item() / groups.number,
         **spread("response_length", tensors["response_length"].float()),
         **spread("prompt_length", tensors["prompt_length"].float()),
         "response_length/truncated_share": float((stop == "length").mean()),
         **spread("advantage", tensors["advantages"][mask_BR > 0]),
-        **mismatch(tensors["old_log_probs"], tensors["rollout_log_probs"], mask_BR),
+        **{
+            f"kl/{name}": value
+            for name, value in mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask_BR).items()
+        },
     }
-
-
-def mismatch(old_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> Metrics:
-    """How far the trainer's log-probs are from the rollout engine's: KL k1 and k3, and the largest difference."""
-    difference_BR = (old_BR - rollout_BR).abs() * mask_BR
-    return {
-        "kl/rollout_k1": masked_mean(kl_estimate(rollout_BR, old_BR, "k1"), mask_BR).item(),
-        "kl/rollout_k3": masked_mean(kl_estimate(rollout_BR, old_BR, "k3"), mask_BR).item(),
-        "kl/rollout_max_difference": difference_BR.max().item() if difference_BR.numel() else 0.0,
-    }
+    for name, column in tensors.items():
+        if name.startswith("reward_named/"):
+            metrics |= spread(name, column[scored_B])
+    if "values" in tensors:
+        metrics |= value_metrics(tensors["values"], tensors["returns"], mask_BR)
+    return metrics
 
 
 def value_metrics(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> Metrics:

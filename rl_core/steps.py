@@ -9,20 +9,29 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl_core.algorithms.kl import kl_estimate
+from rl_core.algorithms.advantages import ESTIMATORS, group_index
+from rl_core.algorithms.correction import importance_weights, rejection_mask
+from rl_core.algorithms.kl import KLController, kl_estimate
 from rl_core.algorithms.masked import masked_mean
-from rl_core.config.schema import RunConfig
+from rl_core.algorithms.shaping import pf_ppo_weights, resample
+from rl_core.config.schema import CorrectionConfig, RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
 from rl_core.metrics import Metrics
 from rl_core.rewards.runner import RewardResult, RewardRunner
 
+# Stream of random numbers that no attempt of dynamic sampling uses.
+PF_PPO_STREAM = 1_000_000
+# Prefix of the columns [B] that hold the named rewards of a scorer.
+NAMED = "reward_named/"
 
-def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step: int) -> DataProto:
+
+def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step: int, attempt: int = 0) -> DataProto:
     """The rows' prompts, each `rollout.n` times, with a `uid` per prompt and a sampling `seed` per response.
 
-    Seeds depend on run seed, step and place only, so a repeated step draws the same responses.
+    Seeds depend on run seed, step, attempt (of dynamic sampling) and place only, so a repeated step draws the same
+    responses.
     """
     chosen = [rows[i] for i in indices]
     batch = DataProto.from_dict(
@@ -30,15 +39,17 @@ def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step:
         {
             "prompt_ids": [row["prompt_ids"] for row in chosen],
             "row": [{key: value for key, value in row.items() if key != "prompt_ids"} for row in chosen],
-            "uid": [f"{step}-{place}" for place in range(len(chosen))],
+            "uid": [f"{step}-{attempt}-{place}" for place in range(len(chosen))],
         },
     ).repeat(config.rollout.n)
-    return batch.union(DataProto.from_dict({}, {"seed": response_seeds(config.trainer.seed, step, len(batch))}))
+    return batch.union(
+        DataProto.from_dict({}, {"seed": response_seeds([config.trainer.seed, step, attempt], len(batch))})
+    )
 
 
-def response_seeds(seed: int, step: int, count: int) -> list[int]:
-    """One sampling seed a response, from the run's seed and the step."""
-    return np.random.SeedSequence([seed, step]).generate_state(count).tolist()
+def response_seeds(origin: list[int], count: int) -> list[int]:
+    """One sampling seed a response, from the numbers that name its batch."""
+    return np.random.SeedSequence(origin).generate_state(count).tolist()
 
 
 def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -76,8 +87,12 @@ def score(
     for place in (~scored_B).nonzero().flatten().tolist():
         uid[place] = f"{uid[place]}-failed-{place}"
     mask_BR = tensors["response_mask"] * scored_B[:, None]
+    named = {
+        f"{NAMED}{name}": torch.tensor([result.named.get(name, 0.0) for result in results])
+        for name in sorted({name for result in results for name in result.named})
+    }
     return DataProto(
-        {**tensors, "token_level_scores": scores_BR, "scored": scored_B, "response_mask": mask_BR},
+        {**tensors, "token_level_scores": scores_BR, "scored": scored_B, "response_mask": mask_BR, **named},
         {**batch.non_tensor_batch, "uid": uid},
         batch.meta_info,
     )
@@ -111,16 +126,75 @@ def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:
     return [row for rank in ranks for row in rank]
 
 
-def apply_kl(batch: DataProto, coef: float) -> tuple[DataProto, Metrics]:
-    """Adds `token_level_rewards`: the scores less `coef` times the per-token KL (k1) against the reference."""
-    scores_BR, metrics = batch.batch["token_level_scores"], {}
-    rewards_BR = scores_BR
+def apply_kl(batch: DataProto, kind: str, coef: float) -> tuple[DataProto, Metrics]:
+    """Adds `token_level_rewards`: the shaped scores less `coef` times the per-token KL against the reference."""
+    rewards_BR, metrics = batch.batch["token_level_shaped"], {}
     if "ref_log_prob" in batch.batch:
-        mask_BR = batch.batch["response_mask"]
-        old_BR, ref_BR = batch.batch["old_log_probs"], batch.batch["ref_log_prob"]
+        mask_BR, old_BR, ref_BR = (batch.batch[n] for n in ("response_mask", "old_log_probs", "ref_log_prob"))
         metrics["kl/ref"] = masked_mean(kl_estimate(old_BR, ref_BR, "k3"), mask_BR).item()
-        rewards_BR = scores_BR - coef * kl_estimate(old_BR, ref_BR, "k1") * mask_BR
+        metrics["kl/ref_k1"] = masked_mean(kl_estimate(old_BR, ref_BR, "k1"), mask_BR).item()
+        rewards_BR = rewards_BR - coef * kl_estimate(old_BR, ref_BR, kind) * mask_BR
     return batch.union(DataProto({"token_level_rewards": rewards_BR}, {}, {})), metrics
+
+
+def shape(batch: DataProto, config: RunConfig, controller: KLController) -> tuple[DataProto, Metrics]:
+    """Rollout correction, then the rewards that advantages come from; what both did, as metrics."""
+    batch, metrics = correct(batch, config.correction)
+    batch, kl_metrics = apply_kl(batch, config.algorithm.kl_in_reward_type, controller.coef)
+    if config.algorithm.kl_in_reward_coef:
+        kl_metrics["kl/coef"] = controller.coef
+    return batch, metrics | kl_metrics
+
+
+def correct(batch: DataProto, config: CorrectionConfig) -> tuple[DataProto, Metrics]:
+    """Adds the rollout correction's `weights` [B, R] and takes rejected tokens out of `response_mask`."""
+    tensors, metrics = dict(batch.batch), {}
+    old_BR, rollout_BR, mask_BR = (tensors[n] for n in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    if config.reject != "none":
+        kept_BR = rejection_mask(old_BR, rollout_BR, mask_BR, config.reject, config.reject_bounds)
+        metrics["correction/rejected_share"] = 1.0 - (kept_BR.sum() / mask_BR.sum().clamp(min=1)).item()
+        tensors["response_mask"] = mask_BR = kept_BR
+    if config.weights != "none":
+        weights_BR = importance_weights(
+            old_BR, rollout_BR, mask_BR, config.weights, config.weight_bounds, config.normalise
+        )
+        tensors["weights"] = weights_BR
+        metrics["correction/weight_mean"] = masked_mean(weights_BR, mask_BR).item()
+        at_bound_BR = (weights_BR >= config.weight_bounds[1]) | (weights_BR == 0)
+        metrics["correction/bounded_share"] = masked_mean(at_bound_BR.float(), mask_BR).item()
+    return DataProto(tensors, batch.non_tensor_batch, batch.meta_info), metrics
+
+
+def advantages(batch: DataProto, config: RunConfig) -> DataProto:
+    """Adds `advantages` and `returns` [B, R] by the configured estimator."""
+    tensors, algorithm = batch.batch, config.algorithm
+    entry = ESTIMATORS.resolve(algorithm.estimator)
+    weights = dict(pair.split("=") for pair in algorithm.reward_weights)
+    pool = {
+        "values_BR": tensors.get("values"),
+        "old_log_probs_BR": tensors["old_log_probs"],
+        "sum_pi_squared_BR": tensors["sum_pi_squared"],
+        "greedy_reward_B": tensors.get("greedy_reward_B"),
+        "named_rewards": {name[len(NAMED) :]: column for name, column in tensors.items() if name.startswith(NAMED)},
+        "reward_weights": {name: float(weight) for name, weight in weights.items()},
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+    }
+    group_B = group_index(list(batch.non_tensor_batch["uid"]))
+    advantages_BR, returns_BR = entry.function(
+        tensors["token_level_rewards"], tensors["response_mask"], group_B, **{name: pool[name] for name in entry.needs}
+    )
+    return batch.union(DataProto({"advantages": advantages_BR, "returns": returns_BR}, {}, {}))
+
+
+def policy_filter(batch: DataProto, config: RunConfig, step: int) -> DataProto:
+    """The rows drawn again as policy-filtered PPO asks for; the batch itself where it is off."""
+    algorithm = config.algorithm
+    if algorithm.pf_ppo == "none":
+        return batch
+    weight_B = pf_ppo_weights(batch.batch["token_level_scores"].sum(-1), algorithm.pf_ppo, algorithm.pf_ppo_power)
+    seed = response_seeds([config.trainer.seed, step, PF_PPO_STREAM], 1)[0]
+    return batch[resample(weight_B, torch.Generator().manual_seed(seed))]
 
 
 def rollout_parquet(batch: DataProto) -> bytes:

@@ -7,16 +7,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl_core import steps
-from rl_core.algorithms.advantages import gae, group_index, grpo
+from rl_core.algorithms.kl import KLController
 from rl_core.cluster.roles import Roles
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
-from rl_core.data.protocol import DataProto
-from rl_core.errors import TrainingError
 from rl_core.ledger import Ledger
-from rl_core.metrics import Metrics, Phases, batch_metrics, value_metrics
+from rl_core.metrics import Metrics, Phases, batch_metrics
 from rl_core.rewards.runner import RewardRunner
+from rl_core.sampling import Sampler
 from rl_core.storage import Store, step_name
 
 CHECKPOINTS = "checkpoints"
@@ -38,10 +37,15 @@ class PPOTrainer:
         on_commit: Callable[[int], None],
     ) -> None:
         """`on_step` gets each step's ledger record, `on_commit` the newest step that a checkpoint covers."""
-        self.config, self.store, self.tokenizer, self.rows = config, store, tokenizer, rows
-        self.roles, self.rewards, self.on_step, self.on_commit = roles, rewards, on_step, on_commit
+        self.config, self.store, self.roles = config, store, roles
+        self.on_step, self.on_commit = on_step, on_commit
         self.ledger = Ledger(store)
         self.loader = StatefulLoader(len(rows), config.data.train_batch_size, config.trainer.seed, data_hash)
+        self.sampler = Sampler(config, rows, self.loader, roles, rewards, tokenizer)
+        algorithm = config.algorithm
+        self.kl_controller = KLController(
+            algorithm.kl_controller, algorithm.kl_in_reward_coef, algorithm.kl_target, algorithm.kl_horizon
+        )
         self.step = 0
 
     def start(self, model_path: str) -> None:
@@ -54,6 +58,7 @@ class PPOTrainer:
             self.step, manifest = latest
             self.roles.load_checkpoint(self.store, f"{CHECKPOINTS}/{step_name(self.step)}")
             self.loader.load_state_dict(manifest["meta"]["loader"])
+            self.kl_controller.coef = manifest["meta"]["kl_coef"]
         self.store.sweep(CHECKPOINTS, newest=self.step)
         self.roles.actor.push_weights(self.step)
 
@@ -62,14 +67,9 @@ class PPOTrainer:
         config, roles = self.config, self.roles
         while self.step < until:
             step, phase = self.step + 1, Phases()
-            with phase("rollout"):
-                prompts = steps.prompt_batch(self.rows, self.loader.next(), config, step)
-                batch = roles.actor.generate_sequences(prompts, config.rollout.temperature)
-                roles.actor.sleep_rollout()
-                self._check_versions(batch, step)
-            with phase("score"):
-                batch = steps.score(batch, self.rewards, self.tokenizer, config, step)
-                batch = batch.reorder(steps.balanced_order(batch, config))
+            batch, metrics = self.sampler.batch(step, phase)
+            roles.actor.sleep_rollout()
+            batch = batch.reorder(steps.balanced_order(batch, config))
             with phase("log_prob"):
                 batch = batch.union(roles.actor.compute_log_prob(batch))
                 if config.needs_reference:
@@ -77,7 +77,12 @@ class PPOTrainer:
                 if config.needs_critic:
                     batch = batch.union(roles.critic.compute_values(batch))
             with phase("advantage"):
-                batch, metrics = self._advantages(batch)
+                batch, shaping = steps.shape(batch, config, self.kl_controller)
+                batch = steps.advantages(batch, config)
+                metrics |= shaping | batch_metrics(batch)
+                self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
+                batch = steps.policy_filter(batch, config, step)
+                batch = batch.reorder(steps.balanced_order(batch, config))
             with phase("update"):
                 if config.needs_critic:
                     metrics |= prefixed("critic", roles.critic.update_critic(batch))
@@ -93,33 +98,13 @@ class PPOTrainer:
             self._commit(step, {**metrics, **phase.metrics(tokens)}, save)
             self.step = step
 
-    def _check_versions(self, batch: DataProto, step: int) -> None:
-        served = set(batch.batch["version"].tolist())
-        if served != {step - 1}:
-            raise TrainingError(f"step {step} needs rollouts of weights version {step - 1}, the engine served {served}")
-
-    def _advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        tensors, mask_BR = batch.batch, batch.batch["response_mask"]
-        batch, metrics = steps.apply_kl(batch, self.config.algorithm.kl_in_reward_coef)
-        group_B = group_index(list(batch.non_tensor_batch["uid"]))
-        if self.config.needs_critic:
-            algorithm = self.config.algorithm
-            advantages_BR, returns_BR = gae(
-                batch.batch["token_level_rewards"], tensors["values"], mask_BR, algorithm.gamma, algorithm.lam
-            )
-            metrics |= value_metrics(tensors["values"], returns_BR, mask_BR)
-        else:
-            advantages_BR, returns_BR = grpo(batch.batch["token_level_rewards"], mask_BR, group_B)
-        batch = batch.union(DataProto({"advantages": advantages_BR, "returns": returns_BR}, {}, {}))
-        return batch, {**batch_metrics(batch, group_B), **metrics}
-
     def _commit(self, step: int, metrics: Metrics, save: bool) -> None:
         """The record first, the checkpoint's manifest last: a record counts once a manifest covers its step."""
         record = {"step": step, "time": time.time(), "metrics": metrics}
         self.ledger.write(step, record)
         self.on_step(record)
         if save:
-            meta = {"step": step, "loader": self.loader.state_dict()}
+            meta = {"step": step, "loader": self.loader.state_dict(), "kl_coef": self.kl_controller.coef}
             self.store.commit_folder(f"{CHECKPOINTS}/{step_name(step)}", meta)
             self.store.retain(CHECKPOINTS, self.config.trainer.keep_checkpoints)
             self.on_commit(step)

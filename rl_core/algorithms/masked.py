@@ -17,20 +17,26 @@ def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
     return (values_BR - mean) * torch.rsqrt(variance + 1e-8)
 
 
-def aggregate_loss(loss_BR: Tensor, mask_BR: Tensor, mode: str, tokens: float, sequences: float) -> Tensor:
+def aggregate_loss(
+    loss_BR: Tensor, mask_BR: Tensor, mode: str, tokens: float, sequences: float, scale: float = 1.0
+) -> Tensor:
     """Share of a mini-batch's loss that these rows [B, R] contribute.
 
     Args:
-        mode: `token-mean` sum / tokens; `seq-mean-token-sum` sum / sequences; `seq-mean-token-mean` mean of the
-            rows' token means.
+        mode: `token-mean` sum / tokens; `token-sum` sum; `seq-mean-token-sum` sum / sequences;
+            `seq-mean-token-sum-norm` that / scale; `seq-mean-token-mean` mean of the rows' token means.
         tokens, sequences: counts of the whole mini-batch over all micro-batches and ranks, so that the shares of any
-            split add up to the same loss.
+            split add up to the same loss. scale: a constant, such as the response budget (Dr. GRPO).
     """
     summed_B = (loss_BR * mask_BR).sum(-1)
     if mode == "token-mean":
         return summed_B.sum() / max(tokens, 1.0)
+    if mode == "token-sum":
+        return summed_B.sum()
     if mode == "seq-mean-token-sum":
         return summed_B.sum() / max(sequences, 1.0)
+    if mode == "seq-mean-token-sum-norm":
+        return summed_B.sum() / max(sequences, 1.0) / scale
     if mode == "seq-mean-token-mean":
         return (summed_B / mask_BR.sum(-1).clamp(min=1)).sum() / max(sequences, 1.0)
     raise ValueError(f"unknown loss_agg_mode {mode!r}")

@@ -6,8 +6,9 @@ rollout engine, which gets the new weights pushed.
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import ray
 import torch
@@ -16,17 +17,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
+from rl_core.metrics import Metrics
 from rl_core.models.load import PolicyModel, ValueModel, load_causal_lm, stop_tokens
 from rl_core.rollout.agent_loop import run_trajectories
 from rl_core.rollout.engine import RolloutEngine, Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
 from rl_core.storage import Store
 from rl_core.training.checkpoint import export_model, load_engine, save_engine
-from rl_core.training.engine import TrainEngine
-from rl_core.training.losses import policy_loss, supervised_loss, value_loss
+from rl_core.training.engine import LossFunction, TrainEngine
+from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
+
+# From a mini-batch and its counts of tokens and sequences: the mini-batch with what its loss needs, and the loss.
+LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
 
 
 class Worker:
@@ -73,18 +79,25 @@ class Worker:
             self.config.actor.max_tokens_per_micro_batch,
         )
 
-    def _train(self, engine: TrainEngine, data: DataProto, epochs: int, loss_of: Any, *args: float) -> dict[str, float]:
-        """All epochs over this rank's share of the step's mini-batches; metrics are averaged over the updates."""
+    def _train(self, engine: TrainEngine, data: DataProto, epochs: int, loss_of: LossOf, *args: float) -> Metrics:
+        """All epochs over this rank's share of the step's mini-batches.
+
+        Metrics are averaged over the updates; `first_loss` is that of the first one, whose weights are still those
+        of the rollouts.
+        """
         minis = data.chunk(self.config.data.train_batch_size // self.config.mini_batch_size)
-        sums: dict[str, float] = {}
-        for _ in range(epochs):
-            for mini in minis:
+        sums: Metrics = {}
+        for epoch in range(epochs):
+            for place, mini in enumerate(minis):
                 counts = torch.tensor(
                     [mini.batch["response_mask"].sum(), float(len(mini))], dtype=torch.float64, device=self.device
                 )
                 dist.all_reduce(counts)
-                tokens, sequences = counts.tolist()
-                for name, value in engine.train_mini_batch(mini, loss_of(tokens, sequences), *args).items():
+                mini, loss_function = loss_of(mini, *counts.tolist())
+                metrics = engine.train_mini_batch(mini, loss_function, *args)
+                if epoch == place == 0:
+                    sums["first_loss"] = metrics["loss"] * epochs * len(minis)
+                for name, value in metrics.items():
                     sums[name] = sums.get(name, 0.0) + value
         return {name: value / (epochs * len(minis)) for name, value in sums.items()}
 
@@ -143,9 +156,10 @@ class ActorRolloutRefWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropy` [B, R] of the responses under the actor, at the sampling temperature."""
-        log_probs, entropy = self.actor.compute(data, self.temperature)
-        return DataProto({"old_log_probs": log_probs, "entropy": entropy}, {}, {})
+        """`old_log_probs`, `entropy` and `sum_pi_squared` [B, R] of the responses under the actor, at the sampling
+        temperature."""
+        log_probs, entropy, squares = self.actor.compute(data, self.temperature)
+        return DataProto({"old_log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}, {}, {})
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -153,19 +167,18 @@ class ActorRolloutRefWorker(Worker):
         return DataProto({"ref_log_prob": self.reference.compute(data, self.temperature)[0]}, {}, {})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
-    def update_actor(self, data: DataProto) -> dict[str, float]:
+    def update_actor(self, data: DataProto) -> Metrics:
         """All optimizer steps of one step on the policy loss; returns metrics."""
-        config = self.config.actor
-        return self._train(
-            self.actor,
-            data,
-            config.ppo_epochs,
-            lambda tokens, rows: policy_loss(config, tokens, rows),
-            self.temperature,
-        )
+        return self._train(self.actor, data, self.config.actor.ppo_epochs, self._policy_loss, self.temperature)
+
+    def _policy_loss(self, mini: DataProto, tokens: float, sequences: float) -> tuple[DataProto, LossFunction]:
+        if "selected_BR" in POLICY_LOSSES.resolve(self.config.actor.policy_loss).needs:
+            log_prob_BR = self.actor.compute(mini, self.temperature)[0]
+            mini = select_tokens(self.config, mini, log_prob_BR, self.config.trainer.seed + self.actor.updates)
+        return mini, policy_loss(self.config, tokens, sequences)
 
     @register(Dispatch.DP_COMPUTE_METRIC)
-    def update_supervised(self, data: DataProto) -> dict[str, float]:
+    def update_supervised(self, data: DataProto) -> Metrics:
         """One optimizer step of cross-entropy on the given responses."""
         tokens = data.batch["response_mask"].sum().to(self.device, torch.float64)
         dist.all_reduce(tokens)
@@ -203,10 +216,12 @@ class CriticWorker(Worker):
         return DataProto({"values": self.critic.compute(data)[0]}, {}, {})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
-    def update_critic(self, data: DataProto) -> dict[str, float]:
+    def update_critic(self, data: DataProto) -> Metrics:
         """All optimizer steps of one step on the value loss; returns metrics."""
         config = self.config.critic
-        return self._train(self.critic, data, config.ppo_epochs, lambda tokens, rows: value_loss(config, tokens))
+        return self._train(
+            self.critic, data, config.ppo_epochs, lambda mini, tokens, _: (mini, value_loss(config, tokens))
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, store: Store, folder: str) -> None:

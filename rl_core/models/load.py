@@ -95,28 +95,31 @@ def _hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
 
 
 class PolicyModel(nn.Module):
-    """Log-probs and entropies of chosen tokens; logits exist only a chunk at a time."""
+    """Log-probs, entropies and Σπ² of chosen tokens; logits exist only a chunk at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.hf: PreTrainedModel = model
 
-    def forward(self, packed: Packed, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy [N], float32, of the packed tokens at indices `target_N` [N] given those before them."""
+    def forward(self, packed: Packed, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the packed tokens at indices `target_N` [N], given those before them, each [N] float32: log-prob, entropy
+        and Σ_v π_v² of the distribution."""
         hidden_ND = _hidden_states(self.hf, packed)[target_N - 1]
         label_N = packed.input_ids[0, target_N]
         chunks = [
             checkpoint(self._chunk, hidden, label, temperature, use_reentrant=False)
             for hidden, label in zip(hidden_ND.split(LOGIT_CHUNK), label_N.split(LOGIT_CHUNK), strict=True)
         ]
-        log_probs, entropies = zip(*chunks, strict=True)
-        return torch.cat(log_probs), torch.cat(entropies)
+        log_probs, entropies, squares = zip(*chunks, strict=True)
+        return torch.cat(log_probs), torch.cat(entropies), torch.cat(squares)
 
-    def _chunk(self, hidden_ND: Tensor, label_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _chunk(self, hidden_ND: Tensor, label_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         logits_NV = self.hf.get_output_embeddings()(hidden_ND).float() / temperature
         log_probs_NV = F.log_softmax(logits_NV, dim=-1)
-        entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1)
-        return log_probs_NV.gather(1, label_N[:, None]).squeeze(1), entropy_N
+        probs_NV = log_probs_NV.exp()
+        entropy_N = -(probs_NV * log_probs_NV).sum(-1)
+        square_N = probs_NV.detach().square().sum(-1)
+        return log_probs_NV.gather(1, label_N[:, None]).squeeze(1), entropy_N, square_N
 
 
 class ValueModel(nn.Module):

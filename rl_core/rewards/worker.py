@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from numbers import Real
 from typing import Literal
@@ -23,11 +23,13 @@ MAX_DETAIL = 4000
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A response's score, or why it has none: then `score` is None and `detail` says what happened."""
+    """A response's score and further named rewards, or why it has none: then `score` is None and `detail` says what
+    happened."""
 
     score: float | None
     status: Status
     detail: str = ""
+    named: dict[str, float] = field(default_factory=dict)
 
 
 def failure(status: Status, detail: str) -> RewardResult:
@@ -57,16 +59,17 @@ def score_chunk(names: list[str], responses: list[str], rows: list[Row], budget_
 def _score(name: str, response: str, row: Row) -> RewardResult:
     try:
         value = resolve_scorer(name)(response, row)
-        if not isinstance(value, Real):
-            return failure("error", f"scorer '{name}' returned {type(value).__name__} {value!r}, expected a float")
-        score = float(value)
+        rewards = value if isinstance(value, dict) else {"score": value}
+        if "score" not in rewards or not all(isinstance(reward, Real) for reward in rewards.values()):
+            return failure("error", f"scorer '{name}' returned {value!r}, expected a float or a dict with 'score'")
+        named = {str(key): float(reward) for key, reward in rewards.items()}
     except OverflowError:
         return failure("non_finite", traceback.format_exc())
     except BaseException:  # also SystemExit: whatever a scorer raises concerns its response only
         return failure("error", traceback.format_exc())
-    if not isfinite(score):
-        return failure("non_finite", f"scorer '{name}' returned {score}")
-    return RewardResult(score, "ok")
+    if not all(isfinite(reward) for reward in named.values()):
+        return failure("non_finite", f"scorer '{name}' returned {named}")
+    return RewardResult(named.pop("score"), "ok", named=named)
 
 
 def _end_with_parent() -> None:

@@ -1,12 +1,20 @@
 """The losses that a training engine minimises: policy, value and supervised, as shares of a mini-batch's total."""
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.algorithms.kl import kl_estimate
 from rl_core.algorithms.masked import aggregate_loss
-from rl_core.algorithms.policy_losses import ppo_clip
+from rl_core.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    LossSettings,
+    Tokens,
+    covariance_band,
+    highest_covariance,
+)
 from rl_core.algorithms.value import clipped_value_loss
-from rl_core.config.schema import ActorConfig, CriticConfig
+from rl_core.config.schema import CriticConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.training.engine import LossFunction
 
@@ -14,39 +22,85 @@ Outputs = tuple[Tensor, ...]
 Shares = dict[str, Tensor]
 
 
-def policy_loss(config: ActorConfig, tokens: float, sequences: float) -> LossFunction:
-    """Clipped policy loss with entropy bonus and KL loss; `tokens` and `sequences` count the whole mini-batch."""
-    low, high = config.clip_ratio_low or config.clip_ratio, config.clip_ratio_high or config.clip_ratio
+def loss_settings(config: RunConfig) -> LossSettings:
+    """The numbers of the policy losses, from the config."""
+    actor = config.actor
+    return LossSettings(
+        clip_low=actor.clip_ratio_low or actor.clip_ratio,
+        clip_high=actor.clip_ratio_high or actor.clip_ratio,
+        clip_dual=actor.clip_ratio_c,
+        tau_positive=actor.sapo_tau_positive,
+        tau_negative=actor.sapo_tau_negative,
+        ppo_kl_coef=actor.ppo_kl_coef,
+        cov_share=actor.cov_ratio,
+        cov_low=actor.clip_cov_low,
+        cov_high=actor.clip_cov_high,
+        dro_beta=actor.dro_beta,
+        weight_cap=actor.dppo_ratio_cap,
+    )
+
+
+def policy_loss(config: RunConfig, tokens: float, sequences: float) -> LossFunction:
+    """The configured policy loss with weights of the rollout correction, entropy bonus and KL loss.
+
+    `tokens` and `sequences` count the whole mini-batch over all ranks.
+    """
+    actor, settings = config.actor, loss_settings(config)
+    entry = POLICY_LOSSES.resolve(actor.policy_loss)
+    mode = entry.agg_mode or actor.loss_agg_mode
+    scale = actor.loss_scale_factor or float(config.data.max_response_length)
 
     def loss_function(outputs: Outputs, rows: DataProto) -> tuple[Tensor, Shares]:
-        log_prob_BR, entropy_BR = outputs
+        log_prob_BR, entropy_BR = outputs[0], outputs[1]
         on = {name: rows.batch[name].to(log_prob_BR.device) for name in _POLICY_FIELDS if name in rows.batch}
         mask_BR, old_BR = on["response_mask"], on["old_log_probs"]
 
         def total(values_BR: Tensor, mode: str = "token-mean") -> Tensor:
-            return aggregate_loss(values_BR, mask_BR, mode, tokens, sequences)
+            return aggregate_loss(values_BR, mask_BR, mode, tokens, sequences, scale)
 
-        per_token_BR, clipped_BR, dual_BR = ppo_clip(
-            log_prob_BR, old_BR, on["advantages"], low, high, config.clip_ratio_c
-        )
-        policy = total(per_token_BR, config.loss_agg_mode)
+        extra = {name: on[name] for name in entry.needs}
+        token_BR, indicators = entry.function(Tokens(log_prob_BR, old_BR, on["advantages"], mask_BR), settings, **extra)
+        if "weights" in on:
+            token_BR = token_BR * on["weights"]
         shares = {
-            "pg_loss": policy,
-            "clip_frac": total(clipped_BR),
-            "dual_clip_frac": total(dual_BR),
+            "pg_loss": total(token_BR, mode),
             "approx_kl": total(kl_estimate(old_BR, log_prob_BR, "k3")),
             "entropy": total(entropy_BR),
+            **{name: total(values_BR) for name, values_BR in indicators.items()},
         }
-        loss = policy
-        if config.entropy_coef:
-            loss = loss - config.entropy_coef * total(entropy_BR, config.loss_agg_mode)
-        if config.kl_loss_coef:
-            kl_BR = kl_estimate(log_prob_BR, on["ref_log_prob"], config.kl_loss_type)
-            shares["kl_loss"] = total(kl_BR, config.loss_agg_mode)
-            loss = loss + config.kl_loss_coef * shares["kl_loss"]
+        loss = shares["pg_loss"]
+        if actor.entropy_coef:
+            loss = loss - actor.entropy_coef * total(entropy_BR, mode)
+        if actor.kl_loss_coef:
+            kl_BR = kl_estimate(log_prob_BR, on["ref_log_prob"], actor.kl_loss_type)
+            shares["kl_loss"] = total(kl_BR, mode)
+            loss = loss + actor.kl_loss_coef * shares["kl_loss"]
         return loss, shares
 
     return loss_function
+
+
+def select_tokens(config: RunConfig, mini: DataProto, log_prob_BR: Tensor, draw: int) -> DataProto:
+    """Adds `selected_BR`: the tokens of the whole mini-batch, over all ranks, that kl_cov or clip_cov treat apart.
+
+    The choice needs the mini-batch's mean, so it is made before the split into micro-batches, which then cannot change
+    it. `draw` seeds the random choice and is the same on all ranks.
+    """
+    on = mini.batch["response_mask"] > 0
+    mine = torch.stack([x[on] for x in (log_prob_BR, mini.batch["old_log_probs"], mini.batch["advantages"])])
+    parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    log_prob_N, old_N, advantage_N = torch.cat(parts, dim=1)
+    settings = loss_settings(config)
+    if config.actor.policy_loss == "kl_cov":
+        chosen_N = highest_covariance(log_prob_N, advantage_N, settings)
+    else:
+        generator = torch.Generator().manual_seed(draw)
+        chosen_N = covariance_band(log_prob_N, old_N, advantage_N, settings, generator)
+    start = sum(part.shape[1] for part in parts[: dist.get_rank()])
+    selected_BR = torch.zeros_like(mini.batch["response_mask"])
+    selected_BR[on] = chosen_N[start : start + mine.shape[1]]
+    return mini.union(DataProto({"selected_BR": selected_BR}, {}, {}))
 
 
 def value_loss(config: CriticConfig, tokens: float) -> LossFunction:
@@ -58,8 +112,11 @@ def value_loss(config: CriticConfig, tokens: float) -> LossFunction:
             rows.batch[name].to(values_BR.device) for name in ("response_mask", "values", "returns")
         )
         loss_BR = clipped_value_loss(values_BR, old_BR, returns_BR, config.cliprange_value)
-        loss = aggregate_loss(loss_BR, mask_BR, "token-mean", tokens, 1)
-        return loss, {"vf_loss": loss, "value": aggregate_loss(values_BR, mask_BR, "token-mean", tokens, 1)}
+        clipped_BR = ((values_BR - old_BR).abs() > config.cliprange_value).float()
+        loss, value, clip_frac = (
+            aggregate_loss(x_BR, mask_BR, "token-mean", tokens, 1) for x_BR in (loss_BR, values_BR, clipped_BR)
+        )
+        return loss, {"vf_loss": loss, "value": value, "clip_frac": clip_frac}
 
     return loss_function
 
@@ -69,11 +126,10 @@ def supervised_loss(tokens: float) -> LossFunction:
 
     def loss_function(outputs: Outputs, rows: DataProto) -> tuple[Tensor, Shares]:
         log_prob_BR = outputs[0]
-        return aggregate_loss(
-            -log_prob_BR, rows.batch["response_mask"].to(log_prob_BR.device), "token-mean", tokens, 1
-        ), {}
+        mask_BR = rows.batch["response_mask"].to(log_prob_BR.device)
+        return aggregate_loss(-log_prob_BR, mask_BR, "token-mean", tokens, 1), {}
 
     return loss_function
 
 
-_POLICY_FIELDS = ("response_mask", "old_log_probs", "advantages", "ref_log_prob")
+_POLICY_FIELDS = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "weights", "selected_BR")
