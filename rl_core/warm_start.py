@@ -1,6 +1,7 @@
 """The supervised start: cross-entropy on the training rows' reference answers, before reinforcement."""
 
 from collections.abc import Callable
+from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +16,8 @@ from rl_core.rollout.agent_loop import Trajectory, to_batch
 from rl_core.storage import Store
 
 FOLDER = "warm_start"
+# Steps whose mean loss decides about an early end; single batches are too noisy.
+RECENT = 10
 
 
 def warm_start(
@@ -31,13 +34,17 @@ def warm_start(
     """
     loader = StatefulLoader(len(rows), config.warm_start.batch_size, config.trainer.seed, "")
     reference_response = load_source(config.data.source).reference_response
+    losses: list[float] = []
     for step in range(1, config.warm_start.steps + 1):
         chosen = [rows[i] for i in loader.next()]
         answers = [reference_response(row) for row in chosen]
         batch = supervised_batch([row["prompt_ids"] for row in chosen], answers, tokenizer, config)
-        on_step(step, roles.actor.update_supervised(batch)["loss"])
+        losses.append(roles.actor.update_supervised(batch)["loss"])
+        on_step(step, losses[-1])
+        if fmean(losses[-RECENT:]) <= config.warm_start.stop_loss:
+            break
     roles.actor.export(store, FOLDER)
-    store.commit_folder(FOLDER, {"steps": config.warm_start.steps})
+    store.commit_folder(FOLDER, {"steps": len(losses), "loss": losses[-1]})
 
 
 def supervised_batch(

@@ -14,7 +14,7 @@ def warm_start() -> None:
     total = session.config.warm_start.steps
 
     def show(step: int, loss: float) -> None:
-        if step in (1, total) or step % max(1, total // 4) == 0:
+        if step == 1 or step % max(1, total // 8) == 0:
             session.console.note(f"supervised step {step}/{total}  loss {loss:.3f}")
 
     session.roles.init_warm_start(str(session.base_model))

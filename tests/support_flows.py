@@ -12,6 +12,7 @@ COMMAND = str(Path(sys.executable).parent / "rollforward")
 OURS = ("RAY_", "PREFECT_", "MLFLOW_", "ROLLFORWARD_")
 SMALL = [
     "data.train_batch_size=8",
+    "actor.mini_batch_size=4",
     "data.val_rows=32",
     "data.train_rows=128",
     "rollout.n=4",
@@ -34,7 +35,7 @@ class Result:
 def environment(home: Path) -> dict[str, str]:
     """A user's environment with this home folder."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    return {**clean, "ROLLFORWARD_HOME": str(home)}
+    return {**clean, "ROLLFORWARD_HOME": str(home), "PYTHONPATH": str(Path(__file__).parent)}
 
 
 def rollforward(home: Path, *arguments: str, timeout: float = 500) -> Result:

@@ -68,6 +68,8 @@ class WarmStartConfig(Section):
     """Rows per supervised step."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate, constant."""
+    stop_loss: float = Field(0.0, ge=0)
+    """Loss (nats per token, mean of the last 10 steps) at which the stage ends early; 0 runs all steps."""
 
 
 class OptimConfig(Section):

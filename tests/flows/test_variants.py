@@ -11,7 +11,13 @@ PROBLEMS = [
     for a in range(2, 12)
     for b in range(3, 7)
 ]
-TWO_STEPS = ["data.train_batch_size=4", "rollout.n=2", "trainer.steps=2", "evaluation.sampled_n=1"]
+TWO_STEPS = [
+    "data.train_batch_size=4",
+    "actor.mini_batch_size=4",
+    "rollout.n=2",
+    "trainer.steps=2",
+    "evaluation.sampled_n=1",
+]
 
 
 def last_record(home: Path, run: str, step: int = 2) -> dict[str, float]:
@@ -26,8 +32,13 @@ def test_two_ranks_train_and_roll_out(home: Path) -> None:
     assert metrics["kl/rollout_max_difference"] < 1e-4
 
 
-def test_ppo_trains_a_critic(home: Path) -> None:
-    tiny = ["data.max_prompt_length=16", "data.max_response_length=8", "data.val_rows=16"]
+def test_ppo_trains_a_critic_on_a_scorer_of_ones_own(home: Path) -> None:
+    tiny = [
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+        "data.val_rows=16",
+        "reward.function=support_rewards:length",
+    ]
     done = rollforward(home, "run", "ppo", "--run", "ppo", *TWO_STEPS, *tiny)
     assert done.code == 0, done.output
     metrics = last_record(home, "ppo")
@@ -39,7 +50,7 @@ def test_ppo_trains_a_critic(home: Path) -> None:
 def test_gsm8k_files_of_ones_own(home: Path, tmp_path: Path) -> None:
     for split, rows in (("train", PROBLEMS[:24]), ("test", PROBLEMS[24:])):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    settings = [f"data.path={tmp_path}", "model.path=tiny", "model.dtype=float32", "actor.mini_batch_size=4"]
+    settings = [f"data.path={tmp_path}", "model.path=tiny", "model.dtype=float32"]
     done = rollforward(home, "run", "gsm8k", "--run", "gsm8k", *TWO_STEPS, *settings, "data.max_response_length=16")
     assert done.code == 0, done.output
     assert "24 training rows, 16 held out" in done.output
