@@ -60,5 +60,5 @@ class ShardingManager:
         first, rest = self._canary_ids[:1], self._canary_ids[1:]
         trajectory = Trajectory(first, 0, response_ids=rest, response_mask=[1] * len(rest))
         rows: DataProto = to_batch([trajectory], len(rest))
-        log_probs_BR, _ = self.actor.compute(rows, 1.0)
+        log_probs_BR = self.actor.compute(rows, 1.0)[0]
         return log_probs_BR[0]

@@ -23,7 +23,7 @@ OPTIM = OptimConfig(lr=1e-3, grad_clip=1e9)
 def test_compute_gives_the_log_probs_of_the_plain_model(tiny_model: Path, mesh: DeviceMesh, temperature: float) -> None:
     rows = rows_of(LENGTHS)
     engine, _ = policy_engine(tiny_model, mesh, max_tokens=SMALLEST)
-    log_probs_BR, entropy_BR = engine.compute(rows, temperature)
+    log_probs_BR, entropy_BR, _ = engine.compute(rows, temperature)
     assert log_probs_BR.shape == entropy_BR.shape == rows.batch["responses"].shape
     for i, (p, r) in enumerate(LENGTHS):
         prompt, response = rows.batch["prompts"][i, :p].tolist(), rows.batch["responses"][i, :r].tolist()
@@ -53,7 +53,7 @@ def test_on_policy_the_ratio_is_one(tiny_model: Path, mesh: DeviceMesh) -> None:
 def test_metrics_on_policy(tiny_model: Path, mesh: DeviceMesh) -> None:
     rows = rows_of(LENGTHS)
     engine, _ = policy_engine(tiny_model, mesh, OPTIM, max_tokens=SMALLEST)
-    old_BR, entropy_BR = engine.compute(rows, 1.0)
+    old_BR, entropy_BR, _ = engine.compute(rows, 1.0)
     metrics = update_alone(engine, rows.union(DataProto({"old_log_probs": old_BR})))
     mask_BR = rows.batch["response_mask"]
     assert metrics["clip_frac"] == metrics["dual_clip_frac"] == 0
