@@ -3,13 +3,17 @@ PYTHON ?= python3.11
 EXTRA ?= cpu
 BIN := .venv/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check mutation clean
 
 demo: .venv/installed
 	$(BIN)/rollforward run demo
 
 test: check
 	$(BIN)/python -m pytest
+
+# Ten bugs are planted into a copy of the library, one at a time; the tests must notice each.
+mutation: .venv/installed
+	$(BIN)/python tests/mutation/run.py
 
 check: .venv/installed
 	$(BIN)/ruff check .

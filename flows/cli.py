@@ -81,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("-v", "--verbose", action="store_true", help="show what the libraries log")
     sub = add("config", config, "Print the settings of a recipe, where each comes from, and the sizes that follow.")
     add_settings(sub)
+    sub = add("replay", replay, "Compute a committed step again from its rollouts, and compare with what was trained.")
+    sub.add_argument("run", metavar="RUN", help="name of a run, or its folder or URL")
+    sub.add_argument("step", metavar="STEP", type=int, help="a committed step")
+    sub.add_argument(
+        "--set", nargs="+", action="extend", default=[], dest="settings", metavar="a.b=value",
+        help="show what other settings of algorithm, correction or actor would have given",
+    )  # fmt: skip
     sub = add("models", models, "List the registered versions of a model.")
     _registry_options(sub)
     sub = add("promote", promote, "Make a version the champion.")
@@ -136,6 +143,14 @@ def _summary(result: dict, seconds: float) -> list[tuple[str, str]]:
 def config(options: argparse.Namespace, console: Console) -> None:
     """Prints the resolved settings; starts nothing."""
     print(render(compose(options.recipe, options.overrides)))
+
+
+def replay(options: argparse.Namespace, console: Console) -> int:
+    """Computes a step again; reads only."""
+    home = home_folder()
+    from flows.replay import replay_step
+
+    return replay_step(home, options.run, options.step, options.settings, console)
 
 
 def models(options: argparse.Namespace, console: Console) -> None:

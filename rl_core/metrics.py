@@ -16,10 +16,11 @@ Metrics = dict[str, float]
 
 
 class Phases:
-    """Wall time of the phases of one step, in seconds."""
+    """Wall time of the phases of one step, in seconds, and the tokens that some of them worked on."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.tokens: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -28,13 +29,18 @@ class Phases:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def count(self, name: str, tokens: float) -> None:
+        """Adds to the tokens of phase `name`."""
+        self.tokens[name] = self.tokens.get(name, 0.0) + tokens
+
     def metrics(self, tokens: float) -> Metrics:
-        """`time/<phase>`, `time/step` and tokens per second of the whole step."""
+        """`time/<phase>`, `time/step`, and tokens per second of the whole step and of the phases that count them."""
         total = sum(self.seconds.values())
         return {
             **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
             "time/step": total,
             "perf/tokens_per_s": tokens / max(total, 1e-9),
+            **{f"perf/{name}_tokens_per_s": n / max(self.seconds[name], 1e-9) for name, n in self.tokens.items()},
         }
 
 

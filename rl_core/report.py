@@ -55,7 +55,12 @@ class _Chart:
 
 
 _CHARTS = (
-    _Chart("Reward", "Mean score of a step's responses.", (("reward/mean", ""),), wide=True),
+    _Chart(
+        "Score and reward",
+        "Means of a step's responses; the reward is the score less the penalties of length and KL.",
+        (("score/mean", "score"), ("reward/mean", "reward")),
+        wide=True,
+    ),
     _Chart(
         "Mismatch of rollout and trainer",
         "KL of the two on the same weights, nats per token; near 0 is healthy.",

@@ -1,11 +1,10 @@
 """From the loader's prompts to a step's scored responses: rollout, scores, greedy baselines, dynamic sampling."""
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl_core import steps
 from rl_core.algorithms.advantages import ESTIMATORS, group_index
-from rl_core.algorithms.shaping import groups_with_spread, overlong_penalty
+from rl_core.algorithms.shaping import groups_with_spread
 from rl_core.cluster.roles import Roles
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
@@ -39,7 +38,7 @@ class Sampler:
         """
         most = self.config.algorithm.max_generated_batches
         if not most:
-            return self._shaped(self._generate(step, 0, phase)), {}
+            return steps.shaped(self._generate(step, 0, phase), self.config), {}
         size = self.config.data.train_batch_size * self.config.rollout.n
         useful: list[DataProto] = []
         flat: list[DataProto] = []
@@ -61,7 +60,7 @@ class Sampler:
             )
         batch = DataProto.concat([*useful, *flat])[:size]
         metrics = {"sampling/generated_batches": float(made), "sampling/useful_share": min(found / size, 1.0)}
-        return self._shaped(batch), metrics
+        return steps.shaped(batch, self.config), metrics
 
     def _generate(self, step: int, attempt: int, phase: Phases) -> DataProto:
         config, actor = self.config, self.roles.actor
@@ -69,6 +68,8 @@ class Sampler:
             prompts = steps.prompt_batch(self.rows, self.loader.next(), config, step, attempt)
             batch = actor.generate_sequences(prompts, config.rollout.temperature)
             greedy = actor.generate_sequences(prompts[:: config.rollout.n], 0.0) if self.needs_greedy else None
+            made = [batch] if greedy is None else [batch, greedy]
+            phase.count("rollout", float(sum(part.batch["response_length"].sum() for part in made)))
             if not config.algorithm.max_generated_batches:
                 actor.sleep_rollout()
         served = set(batch.batch["version"].tolist())
@@ -81,18 +82,3 @@ class Sampler:
                 reward_B = scored.batch["token_level_scores"].sum(-1).repeat_interleave(config.rollout.n)
                 batch = batch.union(DataProto({"greedy_reward_B": reward_B}, {}, {}))
         return batch
-
-    def _shaped(self, batch: DataProto) -> DataProto:
-        """`token_level_shaped`: the scores less the penalty of overlong responses."""
-        algorithm, scores_BR = self.config.algorithm, batch.batch["token_level_scores"]
-        shaped_BR = scores_BR.clone()
-        if algorithm.overlong_buffer:
-            penalty_B = overlong_penalty(
-                batch.batch["response_length"].float(),
-                self.config.data.max_response_length,
-                algorithm.overlong_buffer,
-                algorithm.overlong_penalty,
-            )
-            last_B = (batch.batch["response_length"] - 1).clamp(min=0)
-            shaped_BR[torch.arange(len(batch)), last_B] += penalty_B * batch.batch["scored"]
-        return batch.union(DataProto({"token_level_shaped": shaped_BR}, {}, {}))

@@ -13,11 +13,11 @@ from rl_core.algorithms.advantages import ESTIMATORS, group_index
 from rl_core.algorithms.correction import importance_weights, rejection_mask
 from rl_core.algorithms.kl import KLController, kl_estimate
 from rl_core.algorithms.masked import masked_mean
-from rl_core.algorithms.shaping import pf_ppo_weights, resample
+from rl_core.algorithms.shaping import overlong_penalty, pf_ppo_weights, resample
 from rl_core.config.schema import CorrectionConfig, RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
-from rl_core.errors import TransientError
+from rl_core.errors import InputError, TransientError
 from rl_core.metrics import Metrics
 from rl_core.rewards.runner import RewardResult, RewardRunner
 
@@ -100,11 +100,23 @@ def score(
 
 def _of_other_prompts(results: list[RewardResult], config: RunConfig, step: int) -> list[RewardResult]:
     """Each prompt's results handed to another prompt's responses."""
-    n = config.rollout.n
-    ring = np.random.default_rng([config.trainer.seed, step]).permutation(len(results) // n)
+    n = len(results) // config.data.train_batch_size  # 1 for the greedy responses, which go along the same ring
+    ring = np.random.default_rng([config.trainer.seed, step]).permutation(config.data.train_batch_size)
     # Along a ring every prompt gets another one's; a mere permutation leaves some of them their own.
     giver = dict(zip(ring.tolist(), np.roll(ring, 1).tolist(), strict=True))
     return [results[giver[prompt] * n + place] for prompt in range(len(giver)) for place in range(n)]
+
+
+def shaped(batch: DataProto, config: RunConfig) -> DataProto:
+    """Adds `token_level_shaped` [B, R]: the scores less the penalty of overlong responses."""
+    algorithm, length_B = config.algorithm, batch.batch["response_length"]
+    shaped_BR = batch.batch["token_level_scores"].clone()
+    if algorithm.overlong_buffer:
+        penalty_B = overlong_penalty(
+            length_B.float(), config.data.max_response_length, algorithm.overlong_buffer, algorithm.overlong_penalty
+        )
+        shaped_BR[torch.arange(len(batch)), (length_B - 1).clamp(min=0)] += penalty_B * batch.batch["scored"]
+    return batch.union(DataProto({"token_level_shaped": shaped_BR}, {}, {}))
 
 
 def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:
@@ -147,12 +159,16 @@ def shape(batch: DataProto, config: RunConfig, controller: KLController) -> tupl
 
 
 def correct(batch: DataProto, config: CorrectionConfig) -> tuple[DataProto, Metrics]:
-    """Adds the rollout correction's `weights` [B, R] and takes rejected tokens out of `response_mask`."""
+    """Adds the rollout correction's `weights` [B, R] and takes rejected tokens out of `response_mask`.
+
+    The mask before any rejection stays as `sampled_mask`.
+    """
     tensors, metrics = dict(batch.batch), {}
     old_BR, rollout_BR, mask_BR = (tensors[n] for n in ("old_log_probs", "rollout_log_probs", "response_mask"))
     if config.reject != "none":
         kept_BR = rejection_mask(old_BR, rollout_BR, mask_BR, config.reject, config.reject_bounds)
         metrics["correction/rejected_share"] = 1.0 - (kept_BR.sum() / mask_BR.sum().clamp(min=1)).item()
+        tensors["sampled_mask"] = mask_BR
         tensors["response_mask"] = mask_BR = kept_BR
     if config.weights != "none":
         weights_BR = importance_weights(
@@ -170,16 +186,25 @@ def advantages(batch: DataProto, config: RunConfig) -> DataProto:
     tensors, algorithm = batch.batch, config.algorithm
     entry = ESTIMATORS.resolve(algorithm.estimator)
     weights = dict(pair.split("=") for pair in algorithm.reward_weights)
+    named = {name.removeprefix(NAMED): column for name, column in tensors.items() if name.startswith(NAMED)}
     pool = {
         "values_BR": tensors.get("values"),
         "old_log_probs_BR": tensors["old_log_probs"],
         "sum_pi_squared_BR": tensors["sum_pi_squared"],
         "greedy_reward_B": tensors.get("greedy_reward_B"),
-        "named_rewards": {name[len(NAMED) :]: column for name, column in tensors.items() if name.startswith(NAMED)},
+        "named_rewards": named or None,
         "reward_weights": {name: float(weight) for name, weight in weights.items()},
         "gamma": algorithm.gamma,
         "lam": algorithm.lam,
     }
+    absent = [name for name in entry.needs if pool.get(name) is None]
+    if absent:
+        raise InputError(
+            f"an estimator that needs no more than what there is: {', '.join(sorted(pool.keys() - absent))}",
+            f"one that needs {', '.join(absent)}",
+            f"algorithm.estimator={algorithm.estimator}",
+            "choose another one; named_rewards come from a scorer that returns a dict, values_BR with gae only",
+        )
     group_B = group_index(list(batch.non_tensor_batch["uid"]))
     advantages_BR, returns_BR = entry.function(
         tensors["token_level_rewards"], tensors["response_mask"], group_B, **{name: pool[name] for name in entry.needs}
@@ -197,17 +222,24 @@ def policy_filter(batch: DataProto, config: RunConfig, step: int) -> DataProto:
     return batch[resample(weight_B, torch.Generator().manual_seed(seed))]
 
 
+def training_rows(batch: DataProto, config: RunConfig, step: int) -> DataProto:
+    """The step's rows as the workers train on them: after policy filtering, each rank's share behind the other's."""
+    batch = policy_filter(batch, config, step)
+    return batch.reorder(balanced_order(batch, config))
+
+
 def rollout_parquet(batch: DataProto) -> bytes:
-    """The step's trajectories as parquet: ids, masks, log-probs, scores and statuses, without padding."""
+    """The step's trajectories as parquet, without padding: all that advantages and losses came from, and these."""
     prompt_length, length = batch.batch["prompt_length"].tolist(), batch.batch["response_length"].tolist()
     columns: dict[str, Any] = {
         name: batch.non_tensor_batch[name].tolist() for name in ("uid", "seed", "stop_reason", "status")
     }
     columns["row"] = [row["extra_info"]["index"] for row in batch.non_tensor_batch["row"]]
-    columns["version"] = batch.batch["version"].tolist()
     columns["prompt_ids"] = [row[:n] for row, n in zip(batch.batch["prompts"].tolist(), prompt_length, strict=True)]
     for name, tensor in sorted(batch.batch.items()):
-        if name != "prompts" and tensor.shape == batch.batch["responses"].shape:
+        if tensor.ndim == 1 and name not in ("prompt_length", "response_length"):
+            columns[name] = tensor.tolist()
+        elif tensor.ndim == 2 and name != "prompts":
             columns[name] = [row[:n] for row, n in zip(tensor.tolist(), length, strict=True)]
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer)

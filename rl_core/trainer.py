@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl_core import steps
@@ -65,28 +66,32 @@ class PPOTrainer:
     def fit(self, until: int) -> None:
         """Trains up to and including step `until`."""
         config, roles = self.config, self.roles
+        passes = config.actor.ppo_epochs + config.needs_critic * config.critic.ppo_epochs
         while self.step < until:
             step, phase = self.step + 1, Phases()
             batch, metrics = self.sampler.batch(step, phase)
             roles.actor.sleep_rollout()
-            batch = batch.reorder(steps.balanced_order(batch, config))
             with phase("log_prob"):
+                order = torch.tensor(steps.balanced_order(batch, config))
+                batch = batch.reorder(order)
                 batch = batch.union(roles.actor.compute_log_prob(batch))
                 if config.needs_reference:
                     batch = batch.union(roles.actor.compute_ref_log_prob(batch))
                 if config.needs_critic:
                     batch = batch.union(roles.critic.compute_values(batch))
+                batch = batch.reorder(order.argsort())  # back: mini-batches must not depend on the number of ranks
             with phase("advantage"):
                 batch, shaping = steps.shape(batch, config, self.kl_controller)
                 batch = steps.advantages(batch, config)
                 metrics |= shaping | batch_metrics(batch)
                 self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
-                batch = steps.policy_filter(batch, config, step)
-                batch = batch.reorder(steps.balanced_order(batch, config))
+                rows = steps.training_rows(batch, config, step)
+            tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
             with phase("update"):
                 if config.needs_critic:
-                    metrics |= prefixed("critic", roles.critic.update_critic(batch))
-                metrics |= prefixed("actor", roles.actor.update_actor(batch))
+                    metrics |= prefixed("critic", roles.critic.update_critic(rows))
+                metrics |= prefixed("actor", roles.actor.update_actor(rows))
+                phase.count("update", tokens * passes)
             with phase("push"):
                 metrics["kl/canary"] = max(roles.actor.push_weights(step))
             save = step % config.trainer.save_every == 0 or step == until
@@ -94,7 +99,6 @@ class PPOTrainer:
                 self.store.write_bytes(f"rollouts/{step_name(step)}.parquet", steps.rollout_parquet(batch))
                 if save:
                     roles.save_checkpoint(self.store, f"{CHECKPOINTS}/{step_name(step)}")
-            tokens = float((batch.batch["prompt_length"] + batch.batch["response_length"]).sum())
             self._commit(step, {**metrics, **phase.metrics(tokens)}, save)
             self.step = step
 

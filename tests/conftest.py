@@ -13,6 +13,7 @@ import pytest
 from rl_core.environment import prepare_environment
 
 if TYPE_CHECKING:
+    from support_training import Trained
     from torch.distributed.device_mesh import DeviceMesh
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -64,3 +65,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_sharp_model(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> "Trained":
+    """Small real runs that together switch everything on."""
+    from support_training import train_small_runs
+
+    return train_small_runs(tmp_path_factory.mktemp("trained"), HOME)

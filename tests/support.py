@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
-from rl_core.config.schema import ActorConfig, OptimConfig, TinyModelConfig
+from rl_core.config.schema import ActorConfig, OptimConfig, RunConfig, TinyModelConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, load_causal_lm
 from rl_core.models.tiny import save_tiny_model
@@ -72,7 +72,7 @@ def update(
     engine: TrainEngine, rows: DataProto, tokens: float, sequences: float, config: ActorConfig
 ) -> dict[str, float]:
     """One optimizer step on these rows of a mini-batch with the given counts."""
-    return engine.train_mini_batch(rows, policy_loss(config, tokens, sequences), 1.0)
+    return engine.train_mini_batch(rows, policy_loss(RunConfig(actor=config), tokens, sequences), 1.0)
 
 
 def update_alone(engine: TrainEngine, rows: DataProto, config: ActorConfig | None = None) -> dict[str, float]:

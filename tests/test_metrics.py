@@ -5,34 +5,41 @@ import numpy as np
 import pytest
 import torch
 
+from rl_core.algorithms.correction import mismatch_metrics
 from rl_core.data.protocol import DataProto
-from rl_core.metrics import Phases, batch_metrics, mismatch, spread, value_metrics
+from rl_core.metrics import Phases, batch_metrics, spread, value_metrics
 
 
-def batch(mask_BR: torch.Tensor, scored: list[bool]) -> DataProto:
+def batch(mask_BR: torch.Tensor, scored: list[bool], groups: list[str]) -> DataProto:
     rows, width = mask_BR.shape
     return DataProto(
         {
             "response_mask": mask_BR,
             "scored": torch.tensor(scored),
             "token_level_scores": torch.arange(rows).float()[:, None] * torch.eye(1, width),
+            "token_level_rewards": torch.arange(rows).float()[:, None] * torch.eye(1, width) - 0.25,
             "response_length": torch.full((rows,), width),
             "prompt_length": torch.arange(rows) + 2,
             "advantages": torch.ones(rows, width) * torch.arange(rows)[:, None] * mask_BR,
             "old_log_probs": torch.full((rows, width), -1.0),
             "rollout_log_probs": torch.full((rows, width), -1.5),
         },
-        {"stop_reason": np.array(["stop", "length"] * (rows // 2), dtype=object)},
+        {
+            "stop_reason": np.array(["stop", "length"] * (rows // 2), dtype=object),
+            "uid": np.array(groups, dtype=object),
+        },
     )
 
 
 def test_a_step_in_numbers() -> None:
     mask_BR = torch.ones(4, 3)
     mask_BR[3] = 0
-    metrics = batch_metrics(batch(mask_BR, [True, True, True, False]), torch.tensor([0, 0, 1, 2]))
-    assert metrics["reward/mean"] == 1.0 and metrics["reward/max"] == 2.0 and metrics["reward/min"] == 0.0
+    metrics = batch_metrics(batch(mask_BR, [True, True, True, False], ["a", "a", "b", "c"]))
+    assert metrics["score/mean"] == 1.0 and metrics["score/max"] == 2.0 and metrics["score/min"] == 0.0
+    assert metrics["reward/mean"] == 0.25 and metrics["reward/max"] == 1.25 and metrics["reward/min"] == -0.75
     assert metrics["reward/failed_share"] == 0.25
-    assert metrics["reward/equal_groups_share"] == pytest.approx(2 / 3)
+    assert metrics["group/equal_share"] == metrics["group/alone_share"] == pytest.approx(2 / 3)
+    assert metrics["group/std_mean"] == pytest.approx(math.sqrt(0.5) / 3)
     assert metrics["response_length/mean"] == 3.0 and metrics["prompt_length/max"] == 5.0
     assert metrics["response_length/truncated_share"] == 0.5
     assert metrics["advantage/mean"] == 1.0 and metrics["advantage/max"] == 2.0
@@ -43,17 +50,18 @@ def test_a_step_in_numbers() -> None:
 
 def test_the_mismatch_looks_at_the_policys_tokens_only() -> None:
     old_BR, rollout_BR = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -9.0]])
-    metrics = mismatch(old_BR, rollout_BR, torch.tensor([[1.0, 0.0]]))
+    metrics = mismatch_metrics(old_BR, rollout_BR, torch.tensor([[1.0, 0.0]]))
+    assert metrics.pop("effective_sample_size") == 1.0
     assert set(metrics.values()) == {0.0}
 
 
 def test_nothing_is_nan_when_no_response_counts() -> None:
     empty_BR = torch.zeros(4, 3)
-    metrics = batch_metrics(batch(empty_BR, [False] * 4), torch.arange(4))
+    metrics = batch_metrics(batch(empty_BR, [False] * 4, ["a", "b", "c", "d"]))
     metrics |= value_metrics(torch.ones(4, 3), torch.ones(4, 3), empty_BR)
     metrics |= Phases().metrics(0.0)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
-    assert metrics["reward/failed_share"] == 1.0 and "reward/mean" not in metrics
+    assert metrics["reward/failed_share"] == 1.0 and "reward/mean" not in metrics and "score/mean" not in metrics
 
 
 def test_explained_variance() -> None:

@@ -69,7 +69,7 @@ def test_each_prompt_stands_n_times_with_its_row() -> None:
     columns = batch.non_tensor_batch
     assert len(batch) == 12
     assert [row["extra_info"]["index"] for row in columns["row"]] == [3] * 3 + [1] * 3 + [8] * 3 + [4] * 3
-    assert columns["uid"].tolist() == [f"7-{place}" for place in range(4) for _ in range(3)]
+    assert columns["uid"].tolist() == [f"7-0-{place}" for place in range(4) for _ in range(3)]
     assert all("prompt_ids" not in row for row in columns["row"])
     wanted = TOKENIZER.apply_chat_template(ROWS[1]["prompt"], add_generation_prompt=True, return_dict=False)
     assert columns["prompt_ids"][3] == columns["prompt_ids"][5] == wanted
@@ -113,8 +113,8 @@ def test_a_response_without_a_score_trains_nothing_and_leaves_its_group() -> Non
     others = [i for i in range(12) if i != 4]
     assert torch.equal(scored.batch["response_mask"][others], batch.batch["response_mask"][others])
     uid = scored.non_tensor_batch["uid"].tolist()
-    assert uid.count("7-1") == 2 and uid.count(uid[4]) == 1
-    assert batch.non_tensor_batch["uid"][4] == "7-1", "the batch that came in is changed"
+    assert uid.count("7-0-1") == 2 and uid.count(uid[4]) == 1
+    assert batch.non_tensor_batch["uid"][4] == "7-0-1", "the batch that came in is changed"
 
 
 def test_two_lost_responses_are_not_a_group_of_their_own() -> None:
@@ -184,19 +184,22 @@ def test_kl_lowers_the_rewards_token_by_token() -> None:
     mask_BR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     batch = DataProto(
         {
-            "token_level_scores": torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]),
+            "token_level_shaped": torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.0]]),
             "response_mask": mask_BR,
             "old_log_probs": torch.tensor([[-1.0, -2.0, -7.0], [-3.0, -7.0, -7.0]]),
             "ref_log_prob": torch.tensor([[-1.5, -1.0, -1.0], [-3.0, -1.0, -1.0]]),
         }
     )
-    rewarded, metrics = steps.apply_kl(batch, 0.1)
+    rewarded, metrics = steps.apply_kl(batch, "k1", 0.1)
     wanted = torch.tensor([[-0.05, 1.1, 0.0], [0.5, 0.0, 0.0]])
     torch.testing.assert_close(rewarded.batch["token_level_rewards"], wanted)
-    assert metrics == {"kl/ref": pytest.approx((math.exp(-0.5) - 0.5 + math.e - 2) / 3)}
+    assert metrics == {
+        "kl/ref": pytest.approx((math.exp(-0.5) - 0.5 + math.e - 2) / 3),
+        "kl/ref_k1": pytest.approx(-0.5 / 3),
+    }
     batch.pop(["ref_log_prob"])
-    unchanged, nothing = steps.apply_kl(batch, 0.1)
-    assert torch.equal(unchanged.batch["token_level_rewards"], batch.batch["token_level_scores"]) and nothing == {}
+    unchanged, nothing = steps.apply_kl(batch, "k1", 0.1)
+    assert torch.equal(unchanged.batch["token_level_rewards"], batch.batch["token_level_shaped"]) and nothing == {}
 
 
 def test_the_steps_trajectories_are_written_without_padding(tmp_path: Path) -> None:
@@ -208,7 +211,7 @@ def test_the_steps_trajectories_are_written_without_padding(tmp_path: Path) -> N
     batch = batch.union(DataProto({"old_log_probs": torch.full((12, 8), -0.25)}))
     table = pq.read_table(io.BytesIO(steps.rollout_parquet(batch)))
     per_token = {"responses", "response_mask", "rollout_log_probs", "token_level_scores", "old_log_probs"}
-    per_row = {"uid", "seed", "stop_reason", "status", "row", "version"}
+    per_row = {"uid", "seed", "stop_reason", "status", "row", "version", "scored"}
     assert set(table.column_names) == per_token | per_row | {"prompt_ids"}
     lengths = batch.batch["response_length"].tolist()
     rows = table.to_pylist()

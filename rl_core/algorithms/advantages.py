@@ -60,8 +60,15 @@ def _broadcast(advantage_B: Tensor, flat_B: Tensor, mask_BR: Tensor) -> Estimate
     return advantages_BR, advantages_BR
 
 
+def on_sampled_tokens(rewards_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """The rewards [B, R], each moved from a masked token (tool output, a rejected one) to the sampled one before it."""
+    place_BR = (mask_BR * torch.arange(rewards_BR.shape[1])).long().cummax(-1).values
+    return torch.zeros_like(rewards_BR).scatter_add(-1, place_BR, rewards_BR)
+
+
 def reward_to_go(rewards_BR: Tensor, mask_BR: Tensor, gamma: float) -> Tensor:
     """Discounted sum of the rewards from each token on [B, R]; a masked position passes it on undiscounted."""
+    rewards_BR = on_sampled_tokens(rewards_BR, mask_BR)
     running_B = torch.zeros(len(rewards_BR))
     columns = []
     for t in reversed(range(rewards_BR.shape[1])):
@@ -76,6 +83,7 @@ def gae(rewards_BR: Tensor, mask_BR: Tensor, group_B: Tensor, values_BR: Tensor,
 
     Source: arXiv 1506.02438, equation 16. Masked positions carry value and sum through.
     """
+    rewards_BR = on_sampled_tokens(rewards_BR, mask_BR)
     advantage_B = torch.zeros(len(rewards_BR))
     next_value_B = torch.zeros(len(rewards_BR))
     columns = []
@@ -140,7 +148,8 @@ def reinforce_plus_plus_baseline(rewards_BR: Tensor, mask_BR: Tensor, group_B: T
     """R − mean of the group, whitened over the batch's tokens. Source: arXiv 2501.03262, the variant with baseline."""
     groups = Groups(rewards_BR.sum(-1), group_B)
     centred_BR, _ = _broadcast(groups.centred_B, groups.flat_B, mask_BR)
-    advantages_BR = whiten(centred_BR, mask_BR) * mask_BR
+    # Whitening moves the zeros of groups that tell nothing; they stay 0.
+    advantages_BR = whiten(centred_BR, mask_BR) * mask_BR * ~groups.flat_B[:, None]
     return advantages_BR, advantages_BR
 
 
@@ -196,8 +205,8 @@ def optimal_token_baseline(
     second_B = lengths.largest(torch.where(longest_B, -torch.inf, lengths.values_B))
     tail_BR = single_B[:, None] & (torch.arange(width) >= second_B[:, None])
     baseline_BR = torch.where(tail_BR, 0.0, baseline_BR)
-    alone_B = torch.bincount(group_B, minlength=number)[group_B] < 2
-    advantages_BR = torch.where(alone_B[:, None], 0.0, returns_BR - baseline_BR) * mask_BR
+    flat_B = Groups(rewards_BR.sum(-1), group_B).flat_B
+    advantages_BR = torch.where(flat_B[:, None], 0.0, returns_BR - baseline_BR) * mask_BR
     return advantages_BR, returns_BR
 
 
@@ -213,10 +222,10 @@ def gdpo(
 
     Normalising each reward by itself keeps one of small spread from vanishing in the sum of all.
     """
-    total_B = torch.zeros(len(rewards_BR))
+    total_B, flat_B = torch.zeros(len(rewards_BR)), torch.ones(len(rewards_BR), dtype=torch.bool)
     for name, reward_B in named_rewards.items():
         groups = Groups(reward_B, group_B)
         each_B = torch.where(groups.flat_B, 0.0, groups.centred_B / (groups.std_B + 1e-6))
-        total_B = total_B + reward_weights.get(name, 1.0) * each_B
-    advantages_BR = whiten(total_B[:, None] * mask_BR, mask_BR) * mask_BR
+        total_B, flat_B = total_B + reward_weights.get(name, 1.0) * each_B, flat_B & groups.flat_B
+    advantages_BR = whiten(total_B[:, None] * mask_BR, mask_BR) * mask_BR * ~flat_B[:, None]
     return advantages_BR, advantages_BR

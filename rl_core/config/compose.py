@@ -61,20 +61,18 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
     `recipe` is a name from rl_core/config/recipes or a path that ends in .yaml; in an override the value is YAML and
     `null` unsets. Raises `InputError` with all problems of the layers at once.
     """
-    values = _recipe_values(recipe, Path.cwd(), ())
     problems: list[InputError] = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            problems.append(missing_equals(override, _fields()))
-            continue
-        try:
-            values |= _leaves({key.strip(): _load(text)}, "override")
-        except yaml.YAMLError as error:
-            problems.append(_invalid_yaml(error, f"override {override!r}"))
+    values = _recipe_values(recipe, Path.cwd(), ()) | _override_values(overrides, problems)
     config = _validated(values, f"recipe {recipe} and its overrides", problems)
     origins = {key: values[key].origin if key in values else "default" for key in _fields()}
     return Composed(config, origins, recipe)
+
+
+def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The config with further settings `a.b=value`; raises `InputError` with all problems at once."""
+    problems: list[InputError] = []
+    values = _leaves(config.model_dump(mode="json"), "saved config") | _override_values(overrides, problems)
+    return _validated(values, "saved config and its overrides", problems)
 
 
 def recipe_names() -> list[str]:
@@ -116,6 +114,21 @@ def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Scalar, Scalar]]:
     """Identity keys in which two configs differ, with both values."""
     ours, theirs = identity(a), identity(b)
     return {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]}
+
+
+def _override_values(overrides: Sequence[str], problems: list[InputError]) -> dict[str, _Value]:
+    """The values of overrides by dotted key; adds to `problems` what cannot be read."""
+    values: dict[str, _Value] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            problems.append(missing_equals(text, _fields()))
+            continue
+        try:
+            values |= _leaves({key.strip(): _load(value)}, "override")
+        except yaml.YAMLError as error:
+            problems.append(_invalid_yaml(error, f"override {text!r}"))
+    return values
 
 
 def _fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:

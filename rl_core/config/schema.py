@@ -3,6 +3,7 @@
 Importable without torch, Ray, Prefect or MLflow, so that a config can be checked anywhere in a moment.
 """
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -342,6 +343,19 @@ class RunConfig(Section):
                 f"actor.max_tokens_per_micro_batch={self.actor.max_tokens_per_micro_batch} cannot hold one sequence of "
                 f"data.max_prompt_length + data.max_response_length = "
                 f"{self.data.max_prompt_length + self.data.max_response_length} tokens",
+            ),
+            (
+                all(re.fullmatch(r"[^=]+=-?\d+(\.\d+)?", pair) for pair in self.algorithm.reward_weights),
+                "algorithm.reward_weights takes entries NAME=WEIGHT such as length=0.5, not "
+                + ", ".join(self.algorithm.reward_weights),
+            ),
+            (
+                self.correction.weight_bounds[0] < self.correction.weight_bounds[1],
+                "the lower one of correction.weight_bounds comes first",
+            ),
+            (
+                self.correction.reject_bounds[0] < self.correction.reject_bounds[1],
+                "the lower one of correction.reject_bounds comes first",
             ),
             (
                 self.data.source != "parquet" or (self.data.path and self.data.val_path),

@@ -31,6 +31,13 @@ def exact(response: str, row: Row) -> float:
     return float(response.split() == _truth(row).split())
 
 
+def positions(response: str, row: Row) -> float:
+    """Share of the ground truth's words that the response has in the same place; what follows them does not count."""
+    truth = _truth(row).split()
+    right = sum(word == wanted for word, wanted in zip(response.split(), truth, strict=False))
+    return right / max(len(truth), 1)
+
+
 def numeric(response: str, row: Row) -> float:
     """1 when the last number of the response equals the ground truth."""
     return float(_last_number(_window(response)) == _true_number(row))
@@ -43,7 +50,7 @@ def gsm8k(response: str, row: Row) -> float:
     return float(match is not None and _value(match) == _true_number(row))
 
 
-SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric, "gsm8k": gsm8k}
+SCORERS: dict[str, Scorer] = {"exact": exact, "positions": positions, "numeric": numeric, "gsm8k": gsm8k}
 
 
 @functools.lru_cache(maxsize=256)

@@ -88,8 +88,10 @@ def select_tokens(config: RunConfig, mini: DataProto, log_prob_BR: Tensor, draw:
     """
     on = mini.batch["response_mask"] > 0
     mine = torch.stack([x[on] for x in (log_prob_BR, mini.batch["old_log_probs"], mini.batch["advantages"])])
-    parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    rank, parts = 0, [mine]
+    if dist.is_initialized():
+        rank, parts = dist.get_rank(), parts * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
     log_prob_N, old_N, advantage_N = torch.cat(parts, dim=1)
     settings = loss_settings(config)
     if config.actor.policy_loss == "kl_cov":
@@ -97,7 +99,7 @@ def select_tokens(config: RunConfig, mini: DataProto, log_prob_BR: Tensor, draw:
     else:
         generator = torch.Generator().manual_seed(draw)
         chosen_N = covariance_band(log_prob_N, old_N, advantage_N, settings, generator)
-    start = sum(part.shape[1] for part in parts[: dist.get_rank()])
+    start = sum(part.shape[1] for part in parts[:rank])
     selected_BR = torch.zeros_like(mini.batch["response_mask"])
     selected_BR[on] = chosen_N[start : start + mine.shape[1]]
     return mini.union(DataProto({"selected_BR": selected_BR}, {}, {}))
@@ -111,8 +113,7 @@ def value_loss(config: CriticConfig, tokens: float) -> LossFunction:
         mask_BR, old_BR, returns_BR = (
             rows.batch[name].to(values_BR.device) for name in ("response_mask", "values", "returns")
         )
-        loss_BR = clipped_value_loss(values_BR, old_BR, returns_BR, config.cliprange_value)
-        clipped_BR = ((values_BR - old_BR).abs() > config.cliprange_value).float()
+        loss_BR, clipped_BR = clipped_value_loss(values_BR, old_BR, returns_BR, config.cliprange_value)
         loss, value, clip_frac = (
             aggregate_loss(x_BR, mask_BR, "token-mean", tokens, 1) for x_BR in (loss_BR, values_BR, clipped_BR)
         )

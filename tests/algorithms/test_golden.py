@@ -1,103 +1,212 @@
-"""The formulas against values that the field's reference implementation gives for the same inputs."""
+"""The formulas against values that the field's reference implementation gives for the same inputs, case by case.
+
+Values are compared where the mask is 1: elsewhere this library gives 0, the reference not always.
+"""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from rl_core.algorithms.advantages import gae, group_index, grpo
+from rl_core.algorithms.advantages import ESTIMATORS, group_index
+from rl_core.algorithms.correction import importance_weights
 from rl_core.algorithms.kl import kl_estimate
 from rl_core.algorithms.masked import aggregate_loss, masked_mean
-from rl_core.algorithms.policy_losses import ppo_clip
-from rl_core.algorithms.value import clipped_value_loss
+from rl_core.algorithms.policy_losses import POLICY_LOSSES, LossSettings, Tokens, highest_covariance
+from rl_core.config.schema import ActorConfig, CriticConfig, RunConfig
+from rl_core.data.protocol import DataProto
+from rl_core.training.losses import loss_settings, value_loss
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-AGGREGATIONS = {"token-mean", "seq-mean-token-sum", "seq-mean-token-mean"}
+# Names of the reference's settings and inputs that are called otherwise here.
+SETTINGS = {"kl_cov_ratio": "cov_ratio"}
+NEEDS = {
+    "values_BR": "values",
+    "greedy_reward_B": "reward_baselines",
+    "old_log_probs_BR": "old_log_probs",
+    "sum_pi_squared_BR": "sum_pi_squared",
+    "gamma": "gamma",
+    "lam": "lam",
+}
 
 
-def cases(name: str, key: str | None = None, known: set[str] | None = None) -> list:
-    rows = json.loads((GOLDEN / f"{name}.json").read_text())
-    chosen = [row for row in rows if key is None or row[key] in (known or set())]
-    return [pytest.param(row, id=f"{row.get(key, name)}-{row['mask']}-{i}") for i, row in enumerate(chosen)]
+def rows(name: str) -> list[dict]:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
-def tensors(case: dict) -> dict[str, torch.Tensor]:
+def cases(name: str, *keys: str) -> list:
+    """Every case of a file, named by the given keys."""
+    return [
+        pytest.param(row, id="-".join([*(str(row[key]) for key in keys), row["mask"], str(i)]))
+        for i, row in enumerate(rows(name))
+    ]
+
+
+def tensors(case: dict) -> dict[str, Tensor]:
     return {k: torch.tensor(v) for k, v in case["inputs"].items() if isinstance(v, list) and k != "uid"}
 
 
-def close(seen: torch.Tensor, wanted: object, mask: torch.Tensor | None = None) -> None:
+def close(seen: Tensor, wanted: object, mask_BR: Tensor | None = None) -> None:
     expected = torch.tensor(wanted)
-    if mask is not None:
-        seen, expected = seen * mask, expected * mask
+    if mask_BR is not None:
+        assert not seen[mask_BR == 0].any()
+        expected = expected * mask_BR
     torch.testing.assert_close(seen, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", cases("advantage", "estimator", {"grpo", "gae"}))
+def test_the_files_hold_what_they_should() -> None:
+    assert {row["estimator"] for row in rows("advantage")} == set(ESTIMATORS.entries) - {"gdpo"}
+    assert {row["loss"] for row in rows("policy_loss")} - {"vanilla_asym"} == set(POLICY_LOSSES.entries) - {
+        "clip_cov",
+        "dro",
+    }
+    assert len({row["mode"] for row in rows("aggregate")}) == 5 and len({row["estimator"] for row in rows("kl")}) == 7
+
+
+@pytest.mark.parametrize("case", cases("advantage", "estimator"))
 def test_advantages(case: dict) -> None:
+    x, entry = tensors(case), ESTIMATORS.resolve(case["estimator"])
+    given = {**case["inputs"], **x}
+    needed = {name: given[NEEDS[name]] for name in entry.needs}
+    group_B = group_index(case["inputs"]["uid"])
+    advantages_BR, returns_BR = entry.function(x["token_level_rewards"], x["response_mask"], group_B, **needed)
+    close(advantages_BR, case["advantages"], x["response_mask"])
+    close(returns_BR, case["returns"], x["response_mask"])
+
+
+def test_gdpo_is_the_whitened_sum_of_golden_grpo_advantages() -> None:
+    """The one estimator without a golden case of its own is made of two that have one."""
+    case = next(row for row in rows("advantage") if row["estimator"] == "grpo" and row["mask"] == "multi_turn")
     x = tensors(case)
-    mask, rewards = x["response_mask"], x["token_level_rewards"]
-    if case["estimator"] == "grpo":
-        advantages, returns = grpo(rewards, mask, group_index([str(u) for u in case["inputs"]["uid"]]))
-        alone = torch.bincount(group_index([str(u) for u in case["inputs"]["uid"]]))
-        # The reference gives a group of one its raw reward; here a group of one has no advantage.
-        mask = mask * (alone[group_index([str(u) for u in case["inputs"]["uid"]])] > 1)[:, None]
-    else:
-        advantages, returns = gae(rewards, x["values"], mask, case["inputs"]["gamma"], case["inputs"]["lam"])
-    close(advantages, case["advantages"], mask)
-    close(returns, case["returns"], mask)
+    mask_BR, reward_B = x["response_mask"], x["token_level_rewards"].sum(-1)
+    named = {"right": reward_B, "short": -reward_B, "extra": 2 * reward_B}
+    gdpo = ESTIMATORS.resolve("gdpo").function
+    advantages_BR, _ = gdpo(
+        x["token_level_rewards"], mask_BR, group_index(case["inputs"]["uid"]), named, {"short": 0.5, "extra": 0.25}
+    )
+    on = mask_BR > 0
+    wanted = torch.tensor(case["advantages"])[on] * (1 - 0.5 + 0.25)
+    close(advantages_BR[on], ((wanted - wanted.mean()) / wanted.std()).tolist())
+    assert not advantages_BR[~on].any()
 
 
-@pytest.mark.parametrize("case", cases("policy_loss", "loss", {"vanilla"}))
+def policy_case(case: dict) -> tuple[Tokens, LossSettings, dict[str, Tensor], str]:
+    """Inputs of a policy loss: its tokens, settings from the config, what it needs, and its name."""
+    x, name = tensors(case), case["loss"].removesuffix("_asym")
+    actor = {SETTINGS.get(key, key): value for key, value in case["settings"].items()}
+    settings = loss_settings(RunConfig(actor=ActorConfig(**actor)))
+    tokens = Tokens(x["log_prob"].requires_grad_(), x["old_log_prob"], x["advantages"], x["response_mask"])
+    needed = {}
+    if POLICY_LOSSES.resolve(name).needs:
+        on = tokens.mask_BR > 0
+        needed["selected_BR"] = torch.zeros_like(tokens.mask_BR)
+        needed["selected_BR"][on] = highest_covariance(
+            tokens.log_prob_BR.detach()[on], tokens.advantage_BR[on], settings
+        )
+    return tokens, settings, needed, name
+
+
+@pytest.mark.parametrize("case", cases("policy_loss", "loss"))
 def test_policy_loss_and_gradient(case: dict) -> None:
-    x, settings = tensors(case), case["settings"]
-    log_prob, mask = x["log_prob"].requires_grad_(), x["response_mask"]
-    clip = settings["clip_ratio"]
-    low, high = settings.get("clip_ratio_low") or clip, settings.get("clip_ratio_high") or clip
-    loss, _, _ = ppo_clip(log_prob, x["old_log_prob"], x["advantages"], low, high, settings.get("clip_ratio_c", 3.0))
-    value = aggregate_loss(loss, mask, case["aggregation"], float(mask.sum()), len(mask))
+    t, settings, needed, name = policy_case(case)
+    entry = POLICY_LOSSES.resolve(name)
+    loss_BR, _ = entry.function(t, settings, **needed)
+    mode = entry.agg_mode or case["aggregation"]
+    value = aggregate_loss(loss_BR, t.mask_BR, mode, float(t.mask_BR.sum()), len(t.mask_BR))
     value.backward()
     close(value.detach(), case["value"])
-    close(log_prob.grad, case["grad_log_prob"])
+    assert t.log_prob_BR.grad is not None
+    close(t.log_prob_BR.grad, case["grad_log_prob"], t.mask_BR)
 
 
-@pytest.mark.parametrize("case", cases("kl", "estimator", {"k1", "k2", "k3"}))
+CLIPPED = [
+    case for case in cases("policy_loss", "loss") if case.values[0]["loss"] in ("vanilla", "vanilla_asym", "gspo")
+]
+
+
+@pytest.mark.parametrize("case", CLIPPED)
+def test_clip_fractions(case: dict) -> None:
+    t, settings, needed, name = policy_case(case)
+    _, indicators = POLICY_LOSSES.resolve(name).function(t, settings, **needed)
+    close(masked_mean(indicators["clip_frac"], t.mask_BR), case["metrics"]["actor/pg_clipfrac"])
+    if name == "vanilla":
+        close(masked_mean(indicators["dual_clip_frac"], t.mask_BR), case["metrics"]["actor/pg_clipfrac_lower"])
+
+
+@pytest.mark.parametrize("case", cases("kl", "estimator"))
 def test_kl(case: dict) -> None:
     x = tensors(case)
     close(kl_estimate(x["log_prob"], x["ref_log_prob"], case["estimator"]), case["kl"])
 
 
 @pytest.mark.parametrize("case", cases("value_loss"))
-def test_value_loss(case: dict) -> None:
+def test_value_loss_and_clip_fraction(case: dict) -> None:
     x = tensors(case)
-    loss = clipped_value_loss(x["vpreds"], x["values"], x["returns"], case["inputs"]["cliprange_value"])
-    close(masked_mean(loss, x["response_mask"]), case["loss"])
+    config = CriticConfig(cliprange_value=case["inputs"]["cliprange_value"])
+    batch = DataProto({name: x[name] for name in ("response_mask", "values", "returns")})
+    loss, shares = value_loss(config, float(x["response_mask"].sum()))((x["vpreds"],), batch)
+    close(loss, case["loss"])
+    close(shares["clip_frac"], case["clipfrac"])
 
 
-@pytest.mark.parametrize("case", cases("aggregate", "mode", AGGREGATIONS))
+@pytest.mark.parametrize("case", cases("aggregate", "mode"))
 def test_aggregation(case: dict) -> None:
-    x = tensors(case)
-    mask, tokens = x["response_mask"], case["inputs"].get("batch_num_tokens")
-    sequences = case["inputs"].get("global_batch_size")
-    seen = aggregate_loss(x["loss"], mask, case["mode"], tokens or float(mask.sum()), sequences or len(mask))
+    x, given = tensors(case), case["inputs"]
+    seen = aggregate_loss(
+        x["loss"],
+        x["response_mask"],
+        case["mode"],
+        given["batch_num_tokens"],
+        given["global_batch_size"],
+        given.get("loss_scale_factor", 1.0),
+    )
     close(seen, case["value"])
 
 
-def test_grpo_gives_nothing_to_groups_of_one_and_of_equal_rewards() -> None:
-    rewards = torch.tensor([[0.5, 0.0], [1.0, 0.0], [1.0 + 1e-9, 0.0]])
-    advantages, _ = grpo(rewards, torch.ones(3, 2), group_index(["a", "b", "b"]))
-    assert torch.equal(advantages, torch.zeros(3, 2))
+@pytest.mark.parametrize("case", cases("rollout_correction", "level", "threshold"))
+def test_importance_weights(case: dict) -> None:
+    x, threshold = tensors(case), case["threshold"]
+    bounds = tuple(map(float, threshold.split("_"))) if isinstance(threshold, str) else (0.0, threshold)
+    mask_BR = x["response_mask"]
+    weights_BR = importance_weights(x["old_log_prob"], x["rollout_log_prob"], mask_BR, case["level"], bounds)
+    close(weights_BR, case["weights"], mask_BR)
 
 
-def test_grpo_ignores_a_constant_added_to_a_group() -> None:
-    rewards = torch.rand(8, 1)
-    groups = group_index(["a", "b"] * 4)
-    shifted, _ = grpo(rewards + 3.0, torch.ones(8, 1), groups)
-    torch.testing.assert_close(grpo(rewards, torch.ones(8, 1), groups)[0], shifted, atol=1e-4, rtol=1e-4)
+# Losses without golden values: the specification's formula token by token, with its derivative by hand.
 
 
-def test_empty_masks_give_no_nan() -> None:
-    empty = torch.zeros(2, 3)
-    assert aggregate_loss(torch.ones(2, 3), empty, "seq-mean-token-mean", 0, 0).item() == 0
-    assert masked_mean(torch.ones(2, 3), empty).item() == 0
-    assert torch.isfinite(gae(empty, empty, empty, 1.0, 1.0)[0]).all()
+def dro_of_a_token(lp: float, old: float, advantage: float, selected: float) -> tuple[float, float]:
+    beta, lr = 0.3, lp - old
+    return -(advantage * lp - beta / 2 * lr**2), -(advantage - beta * lr)
+
+
+def clip_cov_of_a_token(lp: float, old: float, advantage: float, selected: float) -> tuple[float, float]:
+    ratio = math.exp(lp - old)
+    plain, clipped = -advantage * ratio, -advantage * min(max(ratio, 0.9), 1.28)
+    # Where the clipped one is the larger the ratio is a constant; a selected token has no gradient either.
+    slope = 0.0 if selected or clipped > plain else -advantage * ratio
+    return 0.0 if selected else max(plain, clipped), slope
+
+
+@pytest.mark.parametrize(("name", "formula"), [("dro", dro_of_a_token), ("clip_cov", clip_cov_of_a_token)])
+def test_losses_without_golden_values(name: str, formula: Callable[..., tuple[float, float]]) -> None:
+    for case in (row for row in rows("policy_loss") if row["loss"] == "vanilla"):
+        x = tensors(case)
+        log_prob_BR, mask_BR = x["log_prob"].requires_grad_(), x["response_mask"]
+        selected_BR = (torch.arange(mask_BR.numel()).view_as(mask_BR) % 5 == 0).float()
+        needed = {"selected_BR": selected_BR} if POLICY_LOSSES.resolve(name).needs else {}
+        loss_BR, _ = POLICY_LOSSES.resolve(name).function(
+            Tokens(log_prob_BR, x["old_log_prob"], x["advantages"], mask_BR),
+            LossSettings(clip_low=0.1, clip_high=0.28, dro_beta=0.3),
+            **needed,
+        )
+        loss_BR.sum().backward()
+        columns = (log_prob_BR, x["old_log_prob"], x["advantages"], selected_BR)
+        each = [formula(*values) for values in zip(*(c.detach().flatten().tolist() for c in columns), strict=True)]
+        close(loss_BR.detach().flatten(), [value for value, _ in each])
+        assert log_prob_BR.grad is not None
+        close(log_prob_BR.grad.flatten(), [slope for _, slope in each])

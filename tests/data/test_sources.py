@@ -7,14 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_core.config.schema import DataConfig
-from rl_core.data.sources import gsm8k, load_source, parquet, sort_digits, source_names
+from rl_core.data.sources import copy_digits, gsm8k, last_digit, load_source, parquet, sort_digits, source_names
 from rl_core.errors import InputError
 
 LAYOUT = {"data_source", "prompt", "ability", "reward_model", "extra_info"}
 
 
 def test_sources_are_found_by_name() -> None:
-    assert source_names() == ["gsm8k", "parquet", "sort_digits"]
+    assert source_names() == ["copy_digits", "gsm8k", "last_digit", "parquet", "sort_digits"]
     assert load_source("sort_digits").SCORER == "exact"
     with pytest.raises(InputError, match="data.source=sort_digits"):
         load_source("sort_digit")
@@ -30,6 +30,30 @@ def test_sorted_digits_have_the_layout_and_the_answer() -> None:
     assert row["extra_info"] == {"split": "val", "index": 3, "answer": " ".join(sorted(digits))}
     assert sort_digits.reference_response(row) == " ".join(sorted(digits))
     assert len(digits) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "answer"),
+    [("copy_digits", "positions", "2 0 1"), ("last_digit", "exact", "1"), ("sort_digits", "exact", "0 1 2")],
+)
+def test_digit_sources_differ_in_the_answer_alone(name: str, scorer: str, answer: str) -> None:
+    source, config = load_source(name), DataConfig(source=name, difficulty=3, val_rows=50)
+    assert scorer == source.SCORER
+    splits = source.rows(config, 2)
+    lines = [[row["prompt"] for row in rows] for rows in splits]
+    assert lines == [[row["prompt"] for row in rows] for rows in sort_digits.rows(config, 2)]
+    row = next(row for row in splits[0] if row["prompt"][0]["content"] == "2 0 1")
+    assert row["data_source"] == name and row["reward_model"]["ground_truth"] == answer
+    assert source.reference_response(row) == row["extra_info"]["answer"] == answer
+
+
+@pytest.mark.parametrize("source", [copy_digits, last_digit])
+def test_no_held_out_line_is_trained_in_another_order(source: Any) -> None:
+    train, val = source.rows(DataConfig(difficulty=4), 1)
+    trained, held_out = (
+        {"".join(sorted(row["prompt"][0]["content"].replace(" ", ""))) for row in rows} for rows in (train, val)
+    )
+    assert trained and held_out and not trained & held_out
 
 
 @pytest.mark.parametrize("difficulty", [3, 5])

@@ -51,7 +51,7 @@ def packed_outputs(
     for prompt, response in sequences:
         targets.append(torch.arange(start + len(prompt), start + len(prompt) + len(response)))
         start += len(prompt) + len(response)
-    log_probs, entropies = policy(packed, torch.cat(targets), temperature)
+    log_probs, entropies, _ = policy(packed, torch.cat(targets), temperature)
     sizes = [len(response) for _, response in sequences]
     return list(log_probs.split(sizes)), list(entropies.split(sizes))
 

@@ -13,14 +13,14 @@ RUN = {
 }  # fmt: skip
 SUMMARY = {"greedy_before": 0.5, "greedy_after": 0.984, "sampled_before": 0.4, "sampled_after": 0.35}
 METRICS = {
-    "reward/mean": 0.4, "reward/min": 0.0, "reward/max": 1.0, "kl/rollout_k3": 1e-7, "kl/rollout_k1": -1e-7,
-    "kl/ref": 0.1, "actor/entropy": 0.3, "response_length/mean": 5.9, "actor/grad_norm": 0.6, "actor/lr": 5e-4,
-    "perf/tokens_per_s": 5210.0, "time/rollout": 0.4, "time/score": 0.1, "time/log_prob": 0.1, "time/update": 0.2,
-    "time/push": 0.1, "time/commit": 0.1,
+    "score/mean": 0.4, "reward/mean": 0.3, "reward/min": 0.0, "reward/max": 1.0, "kl/rollout_k3": 1e-7,
+    "kl/rollout_k1": -1e-7, "kl/ref": 0.1, "actor/entropy": 0.3, "response_length/mean": 5.9, "actor/grad_norm": 0.6,
+    "actor/lr": 5e-4, "perf/tokens_per_s": 5210.0, "time/rollout": 0.4, "time/score": 0.1, "time/log_prob": 0.1,
+    "time/update": 0.2, "time/push": 0.1, "time/commit": 0.1,
 }  # fmt: skip
 TITLES = [
-    "Reward", "Mismatch of rollout and trainer", "KL to the reference", "Entropy", "Response length", "Gradient norm",
-    "Learning rate", "Throughput", "Time per phase",
+    "Score and reward", "Mismatch of rollout and trainer", "KL to the reference", "Entropy", "Response length",
+    "Gradient norm", "Learning rate", "Throughput", "Time per phase",
 ]  # fmt: skip
 
 

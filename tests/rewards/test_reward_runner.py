@@ -61,7 +61,7 @@ def test_failures_have_a_status_and_cost_no_other_response_its_score() -> None:
     assert "by_response" in details["raise"] and "is broken" in details["raise"]
     details["raise"].encode()  # can be written to a file
     assert "nan" in details["nan"]
-    assert "returned str" in details["text"]
+    assert "returned '1'" in details["text"]
     assert "SystemExit: 3" in details["exit"]
     assert "exit code -9" in details["kill"]
     assert again == [RewardResult(0.5, "ok")]

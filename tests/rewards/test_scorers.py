@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import InputError
-from rl_core.rewards.scorers import SCORERS, exact, gsm8k, numeric, resolve_scorer
+from rl_core.rewards.scorers import SCORERS, exact, gsm8k, numeric, positions, resolve_scorer
 
 
 def row(truth: str) -> dict[str, object]:
@@ -98,6 +98,14 @@ def test_exact_ignores_white_space_only() -> None:
     assert exact("1 2 3 4", row("1 2 3")) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("1 2 3 4", 1.0), ("1 2 4 3", 0.5), ("0 1 2 3", 0.0), ("1 2", 0.5), ("1 2 3 4 5", 1.0), ("1234", 0.0), ("", 0.0)],
+)
+def test_positions_gives_the_share_of_words_in_their_place(response: str, score: float) -> None:
+    assert positions(response, row("1 2 3 4")) == score
+
+
 @given(st.sampled_from(sorted(SCORERS)), st.text(st.characters(exclude_categories=[])))
 def test_no_text_breaks_a_scorer(name: str, response: str) -> None:
     assert SCORERS[name](response, row("1")) in (0.0, 1.0)
@@ -124,7 +132,7 @@ def test_names_of_scorers_sources_and_functions_resolve(monkeypatch: pytest.Monk
     [
         ("exakt", "did you mean exact"),
         ("sort_digit", "did you mean sort_digits"),
-        ("zzz", "exact, numeric, gsm8k, sort_digits, or package"),
+        ("zzz", "exact, .*numeric, gsm8k, .*sort_digits, or package"),
         ("parquet", "a scorer among"),  # its rows name their own
         ("absent_package:score", "No module named 'absent_package'"),
         ("scorers_for_tests:absent", "no attribute 'absent'"),

@@ -1,0 +1,121 @@
+"""`rollforward replay`: a committed step again from its rollouts, by the run's settings or by others."""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_core.config.compose import from_dict, override
+from rl_core.config.schema import RunConfig
+from rl_core.console import Console
+from rl_core.errors import InputError
+from rl_core.ledger import Ledger
+from rl_core.replay import check_recorded, compare, correlation, describe, load_batch, replay
+from rl_core.storage import Store, step_name
+from tasks.runs import RUN_FILE
+
+SECTIONS = ("algorithm.", "correction.", "actor.")
+# They decide which responses there are, and those are given.
+SAMPLING = ("algorithm.max_generated_batches", "algorithm.when_too_few_groups")
+
+
+def replay_step(home: Path, run: str, step: int, settings: Sequence[str], console: Console) -> int:
+    """Shows how the replay compares with what was trained; returns 0, or 1 when they are not equal.
+
+    With `settings` it shows what they would have given instead. Raises InputError for what cannot be replayed.
+    """
+    torch.set_num_threads(1)  # as in training: sums of several threads are rounded otherwise
+    sys.path.append(os.getcwd())  # where a run finds estimators of the user's own
+    store = find_run(home, run)
+    config = from_dict(store.read_json(RUN_FILE)["config"])
+    other = other_config(config, settings)
+    metrics = _record(store, run, step)
+    where = f"rollouts/{step_name(step)}.parquet"
+    trained = load_batch(_rollouts(store, where), config, f"{where} in {store.url}")
+    check_recorded(trained, other, f"{where} in {store.url}")
+    own_coef = other.algorithm.kl_in_reward_coef
+    recorded = own_coef == config.algorithm.kl_in_reward_coef
+    replayed, loss = replay(trained, other, metrics.get("kl/coef", own_coef) if recorded else own_coef, step)
+    first = metrics["actor/first_loss"]
+    if settings:
+        _show_other(
+            console, settings, describe(trained, first), describe(replayed, loss), correlation(trained, replayed)
+        )
+        return 0
+    lines = compare(trained, first, replayed, loss, config.model.dtype)
+    rows = [
+        (c.quantity, f"{c.trained:.6g}", f"{c.replayed:.6g}", f"{c.difference:.1e}", "yes" if c.equal else "no")
+        for c in lines
+    ]
+    head = ("quantity", "trained", "replayed", "largest difference", "equal")
+    _show(console, [head, *rows], f"Step {step} of run {run} again, from {where}")
+    return 0 if all(c.equal for c in lines) else 1
+
+
+def find_run(home: Path, run: str) -> Store:
+    """The store of a run: its name below the home folder, or its folder or URL. InputError lists the runs."""
+    root = Store(str(home / "runs"))
+    store = Store(run) if "/" in run else root.child(run)
+    if not store.exists(RUN_FILE):
+        names = [name for name in root.listdir() if root.exists(f"{name}/{RUN_FILE}")]
+        raise InputError(
+            "the name of a run, or the folder or URL of one that is kept elsewhere",
+            repr(run),
+            root.url,
+            f"name one of: {', '.join(names) or 'none there'}",
+        )
+    return store
+
+
+def other_config(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """The run's config with the settings; InputError for one that a replay cannot change."""
+    other = override(config, settings)
+    for key in (text.partition("=")[0].strip() for text in settings):
+        if not key.startswith(SECTIONS) or key in SAMPLING:
+            raise InputError(
+                f"a setting under {', '.join(SECTIONS)} that acts on responses that are there",
+                key,
+                "--set",
+                "leave it out; to see what it does, begin a run with it",
+            )
+    return other
+
+
+def _record(store: Store, run: str, step: int) -> dict[str, Any]:
+    committed = max(store.committed_steps("checkpoints"), default=0)
+    if not 1 <= step <= committed:
+        raise InputError(
+            f"a committed step, 1 to {committed}" if committed else "a run with committed steps",
+            f"step {step}",
+            f"run {run}",
+            "name one of them" if committed else f"continue it with `rollforward run RECIPE --run {run}`",
+        )
+    metrics: dict[str, Any] = Ledger(store).read(step)["metrics"]
+    return metrics
+
+
+def _rollouts(store: Store, where: str) -> bytes:
+    try:
+        return store.read_bytes(where)
+    except FileNotFoundError:
+        raise InputError("the rollouts of the step", "no file", f"{where} in {store.url}", "restore it") from None
+
+
+def _show_other(
+    console: Console, settings: Sequence[str], ours: dict[str, float], others: dict[str, float], alike: float
+) -> None:
+    head = ("quantity", "trained", "otherwise")
+    rows = [(name, f"{ours[name]:.6g}", f"{others[name]:.6g}") for name in ours]
+    last = ("correlation of the advantages", "", "none" if math.isnan(alike) else f"{alike:.6g}")
+    _show(console, [head, *rows, last], f"Otherwise: {' '.join(settings)}")
+
+
+def _show(console: Console, rows: Sequence[Sequence[str]], title: str) -> None:
+    """A table of several columns; the first row names them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][1:]
+    cells = ["  ".join(map(str.rjust, row[1:], widths)) for row in rows]
+    console.table([(row[0], text) for row, text in zip(rows, cells, strict=True)], title)

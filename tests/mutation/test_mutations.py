@@ -1,0 +1,43 @@
+"""The list of planted bugs is honest; the whole of it runs with `make mutation`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from mutation.run import BUGS, ROOT, Bug, run_bug, run_unchanged
+
+CHEAP = [bug for bug in BUGS if bug.name in ("missing baseline", "micro-batch dependent scale")]
+bugs = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+
+
+def test_there_are_ten_bugs_of_different_names() -> None:
+    assert len({bug.name for bug in BUGS}) == len(BUGS) == 10
+
+
+@bugs
+def test_each_text_is_found_once_and_leaves_valid_python(bug: Bug, tmp_path: Path) -> None:
+    path = tmp_path / bug.file
+    path.parent.mkdir(parents=True)
+    source = (ROOT / bug.file).read_text()
+    path.write_text(source)
+    bug.apply(tmp_path)
+    assert path.read_text() != source
+    ast.parse(path.read_text())
+    path.write_text(source + source)
+    with pytest.raises(ValueError, match=f"{bug.name}.* 2 times in {bug.file}"):
+        bug.apply(tmp_path)
+
+
+@bugs
+def test_each_bug_names_tests_that_exist(bug: Bug) -> None:
+    for test in bug.tests:
+        file, _, function = test.partition("::")
+        assert (ROOT / file).is_file() and f"def {function}" in (ROOT / file).read_text()
+
+
+@pytest.mark.mutation
+def test_two_bugs_are_caught_and_the_unchanged_library_passes() -> None:
+    assert run_unchanged(CHEAP).passed
+    for bug in CHEAP:
+        outcome = run_bug(bug)
+        assert not outcome.passed and outcome.failed_test.split("::")[1].startswith("test_")

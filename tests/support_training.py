@@ -1,0 +1,110 @@
+"""Small real runs without the flow: what their ledgers and rollouts hold, for tests of several pages."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_core.cluster.resources import ray_session
+from rl_core.cluster.roles import Roles
+from rl_core.config.compose import compose
+from rl_core.config.schema import RunConfig
+from rl_core.data.dataset import RLHFDataset
+from rl_core.data.prepare import prepare_data
+from rl_core.models.load import load_tokenizer
+from rl_core.models.tiny import save_tiny_model
+from rl_core.rewards.runner import RewardRunner
+from rl_core.storage import Store
+from rl_core.trainer import PPOTrainer
+
+SMALL = [
+    "data.source=sort_digits",
+    "data.difficulty=3",
+    "data.train_rows=32",
+    "data.val_rows=8",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=16",
+    "data.max_response_length=8",
+    "model.tiny.layers=1",
+    "model.tiny.hidden_size=32",
+    "actor.mini_batch_size=2",
+    "actor.optim.lr=1e-3",
+    "actor.max_tokens_per_micro_batch=256",
+    "reward.function=support_rewards:length",
+    "rollout.n=4",
+    "rollout.max_num_seqs=32",
+    "rollout.kv_cache_gb=0.0625",
+]
+# Together they switch on everything that has metrics of its own.
+RUNS = {
+    "grpo": ("grpo", ["trainer.steps=3", "actor.entropy_coef=0.01", "actor.ppo_epochs=2"]),
+    "ppo": (
+        "ppo",
+        [
+            "trainer.steps=2",
+            "trainer.ranks_per_node=2",
+            "algorithm.lam=0.9",
+            "algorithm.kl_in_reward_coef=0.1",
+            "algorithm.kl_controller=adaptive",
+            "algorithm.kl_horizon=32",
+            "algorithm.allow_both_kl=true",
+            "algorithm.overlong_buffer=4",
+            "algorithm.max_generated_batches=2",
+            "algorithm.pf_ppo=max_random",
+            "correction.weights=sequence",
+            "correction.normalise=true",
+            "correction.reject=token",
+            # The mismatch is tiny: a part of the tokens lies just below 1.
+            "correction.reject_bounds=[1.0, 2.0]",
+            "actor.policy_loss=clip_cov",
+            "actor.clip_cov_low=0.0",
+            "actor.cov_ratio=0.2",
+            "actor.kl_loss_coef=0.01",
+            "actor.loss_agg_mode=seq-mean-token-sum",
+            "reward.function=support_rewards:named",
+        ],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The small runs, by name, in `runs` of a home folder."""
+
+    home: Path
+    configs: dict[str, RunConfig]
+
+    def store(self, name: str) -> Store:
+        """A run's store."""
+        return Store(str(self.home / "runs" / name))
+
+    def records(self, name: str) -> list[dict]:
+        """A run's ledger records."""
+        files = sorted((self.home / "runs" / name / "ledger").glob("*.json"))
+        return [self.store(name).read_json(f"ledger/{file.name}") for file in files]
+
+
+def train_small_runs(home: Path, ray_home: Path) -> Trained:
+    """Trains them, one after the other, in one Ray session."""
+    configs = {name: compose(recipe, [*SMALL, *settings]).config for name, (recipe, settings) in RUNS.items()}
+    trained = Trained(home, configs)
+    with ray_session(ray_home, max(config.world_size for config in configs.values()), False):
+        for name, config in configs.items():
+            _train(trained.store(name), config, home / "models" / name)
+    return trained
+
+
+def _train(store: Store, config: RunConfig, model: Path) -> None:
+    store.write_json("run.json", {"config": config.model_dump(mode="json")})
+    save_tiny_model(model, config.model.tiny, 24, config.trainer.seed)
+    tokenizer = load_tokenizer(model)
+    data_hash = prepare_data(config, store, tokenizer)["data_hash"]
+    rows = RLHFDataset.load(store, "train", tokenizer)
+    with RewardRunner(config.reward) as rewards:
+        roles = Roles(config)
+        try:
+            trainer = PPOTrainer(
+                config, store, tokenizer, rows, data_hash, roles, rewards, lambda record: None, lambda step: None
+            )
+            trainer.start(str(model))
+            trainer.fit(config.trainer.steps)
+        finally:
+            roles.close()
