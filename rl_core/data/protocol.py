@@ -112,7 +112,10 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence["DataProto"]) -> "DataProto":
-        """Rows of all parts in order; raises ValueError when columns or meta entries differ."""
+        """Rows of all parts in order; tensors [rows, width] are padded with zeros to the widest part.
+
+        Raises ValueError when columns or meta entries differ.
+        """
         if not parts:
             raise ValueError("concat of no parts")
         first = parts[0]
@@ -122,7 +125,7 @@ class DataProto:
                 raise ValueError(f"columns differ: {sorted(first._columns())} and {sorted(part._columns())}")
             meta = _merge(meta, part.meta_info)
         return DataProto(
-            {name: torch.cat([part.batch[name] for part in parts]) for name in first.batch},
+            {name: _stacked([part.batch[name] for part in parts]) for name in first.batch},
             {name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch},
             meta,
         )
@@ -169,6 +172,14 @@ def _object_array(values: Sequence[Any]) -> np.ndarray:
     for i, value in enumerate(values):  # np.array() would turn rows of equal length into a second dimension
         array[i] = value
     return array
+
+
+def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
+    # Prompts are as wide as the longest of their part, which other ranks and further rollouts do not know.
+    if tensors[0].ndim == 2:
+        width = max(tensor.shape[1] for tensor in tensors)
+        tensors = [torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+    return torch.cat(tensors)
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,15 @@ def test_concat_undoes_chunk(k: int, size: int) -> None:
     assert same(DataProto.concat(parts), data)
 
 
+def test_concat_pads_to_the_widest_part() -> None:
+    """Prompts of one rank or one rollout may be longer than those of another."""
+    narrow, wide = (DataProto({"ids": torch.ones(2, width), "n": torch.tensor([width] * 2)}) for width in (2, 3))
+    whole = DataProto.concat([narrow, wide])
+    assert whole.batch["ids"].tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    assert whole.batch["n"].tolist() == [2, 2, 3, 3]
+    assert DataProto.concat([wide, narrow]).batch["ids"].shape == (4, 3)
+
+
 @settings(deadline=None)
 @given(st.permutations(range(7)))
 def test_reorder_by_the_inverse_undoes_reorder(order: list[int]) -> None:
