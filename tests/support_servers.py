@@ -12,7 +12,6 @@ from pathlib import Path
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from rl_core.errors import InputError
 from tasks.tracking import check_tracking
@@ -58,12 +57,22 @@ class Server:
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """The endpoint of an S3 server on a free port."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    """The endpoint of an S3 server on a free port, in a process of its own: Flask's globals break vLLM beside them."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None and time.monotonic() < deadline, "the S3 server did not start"
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def empty_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
