@@ -106,12 +106,12 @@ class PPOTrainer:
         """The record first, the checkpoint's manifest last: a record counts once a manifest covers its step."""
         record = {"step": step, "time": time.time(), "metrics": metrics}
         self.ledger.write(step, record)
-        self.on_step(record)
         if save:
             meta = {"step": step, "loader": self.loader.state_dict(), "kl_coef": self.kl_controller.coef}
             self.store.commit_folder(f"{CHECKPOINTS}/{step_name(step)}", meta)
             self.store.retain(CHECKPOINTS, self.config.trainer.keep_checkpoints)
             self.on_commit(step)
+        self.on_step(record)
 
 
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:

@@ -40,9 +40,9 @@ def test_the_table_shows_each_value_with_its_layer_and_marks_what_was_set() -> N
 
 def test_sizes_follow_from_the_config() -> None:
     overrides = [
-        "actor.mini_batch_size=16", "actor.ppo_epochs=2", "trainer.ranks_per_node=2", "data.max_prompt_length=100",
-        "data.max_response_length=28", "actor.max_tokens_per_micro_batch=1000", "trainer.steps=10",
-        "actor.kl_loss_coef=0",
+        "actor.mini_batch_size=16", "actor.ppo_epochs=2", "actor.kl_loss_coef=0", "trainer.ranks_per_node=2",
+        "data.max_prompt_length=100", "data.max_response_length=28", "actor.max_tokens_per_micro_batch=1000",
+        "trainer.steps=10",
     ]  # fmt: skip
     sizes = derived(compose("demo", overrides).config, parameters=1 << 20, train_rows=320)
     assert sizes["prompts per step"] == "64" and sizes["responses per step"] == "512"

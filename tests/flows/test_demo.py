@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -149,6 +150,16 @@ def test_the_champion_scores_the_same_with_vllm(home: Path, steps: int, tmp_path
     texts = json.loads((tmp_path / "texts.json").read_text())
     right = sum(text.split() == answer.split() for text, answer in zip(texts, answers, strict=True))
     assert right / len(prompts) == pytest.approx(evaluation(home, steps)["greedy"])
+
+
+def test_the_example_of_the_readme_loads_the_champion(home: Path, steps: int) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    script = textwrap.dedent(code).replace("sqlite:///.rollforward/", f"sqlite:///{home}/")
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(home), check=True, capture_output=True, text=True, timeout=200
+    )
+    assert re.search(r"3 1 4 1 5 (\d ){4}\d$", done.stdout.strip()), done.stdout
 
 
 def test_models_and_promote_show_and_move_aliases(home: Path, demo: Result, small: Result) -> None:

@@ -44,8 +44,8 @@ def other_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(other_home: Path) -> Result:
-    """The small run, killed in step 3 with everything that it started, and resumed by the same command."""
-    kill_tree(start(other_home, "step 2/6"))
+    """The small run, killed after step 3 with everything that it started, and resumed by the same command."""
+    kill_tree(start(other_home, "step 3/6"))
     committed = sorted((other_home / "runs/small/checkpoints").glob("*/manifest.json"))
     assert committed and not (other_home / "runs/small/checkpoints/step_000006").exists()
     return rollforward(other_home, *RUN)
@@ -79,7 +79,7 @@ def test_it_has_the_same_metrics_and_score(home: Path, small: Result, other_home
 def test_it_did_not_repeat_what_was_committed(resumed: Result) -> None:
     assert "supervised step" not in resumed.output
     first = re.search(r"step (\d)/6", resumed.output)
-    assert first and first[1] in ("3", "4")
+    assert first and first[1] in ("4", "5")
 
 
 def test_mlflow_has_one_run_with_every_step_once(other_home: Path, resumed: Result) -> None:

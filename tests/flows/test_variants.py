@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 from support_flows import SMALL, rollforward
+from support_servers import Server, empty_bucket, s3_server
+
+from rl_core.storage import Store
 
 PROBLEMS = [
     {"question": f"Ann has {a} apples and buys {b} more. How many?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
@@ -55,6 +58,27 @@ def test_gsm8k_files_of_ones_own(home: Path, tmp_path: Path) -> None:
     assert done.code == 0, done.output
     assert "24 training rows, 16 held out" in done.output
     assert "champion" in done.output
+
+
+def test_an_object_store_and_an_mlflow_server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = Server(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
+    mlflow.start()
+    try:
+        with s3_server() as endpoint:
+            empty_bucket(endpoint, monkeypatch)
+            places = ["storage.root=s3://runs/team", f"tracking.uri={mlflow.uri}", "trainer.keep_checkpoints=1"]
+            run = ["run", "demo", "--run", "remote", *SMALL, *TWO_STEPS, *places]
+            done = rollforward(home, *run)
+            assert done.code == 0, done.output
+            kept = Store("s3://runs/team/remote")
+            assert kept.committed_steps("checkpoints") == [2] and kept.verify("checkpoints/step_000002") == []
+            # The same command finds everything there: nothing is trained again, the version stays the only one.
+            again = rollforward(home, *run)
+            assert again.code == 0 and "reward" not in again.output, again.output
+            listed = rollforward(home, "models", "--tracking-uri", mlflow.uri).output
+            assert "version 1" in listed and "version 2" not in listed
+    finally:
+        mlflow.kill()
 
 
 @pytest.fixture(scope="module")

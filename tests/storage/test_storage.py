@@ -7,10 +7,9 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import boto3
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
+from support_servers import empty_bucket, s3_server
 
 from rl_core.errors import InputError, TransientError
 from rl_core.storage import Store, step_name
@@ -18,25 +17,14 @@ from rl_core.storage import Store, step_name
 
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
 def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of an empty bucket; the credentials are in the environment."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "dummy-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "dummy-secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="runs")
-    for item in client.list_objects_v2(Bucket="runs").get("Contents", []):
-        client.delete_object(Bucket="runs", Key=item["Key"])
+    empty_bucket(s3_endpoint, monkeypatch)
     return "s3://runs/team/one"
 
 
