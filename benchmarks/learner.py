@@ -1,0 +1,176 @@
+"""Trains an untrained tiny model to repeat four digits with each algorithm, through the real trainer.
+
+`rl_core.environment.prepare_environment` must have run before this module is imported.
+"""
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.resources import ray_session, resource_pool, worker_env
+from rl_core.cluster.roles import Roles
+from rl_core.cluster.worker_group import Placement, RayWorkerGroup
+from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker, Worker
+from rl_core.config.compose import compose
+from rl_core.config.schema import RunConfig
+from rl_core.data.dataset import RLHFDataset
+from rl_core.data.prepare import prepare_data
+from rl_core.metrics import Metrics
+from rl_core.models.load import load_tokenizer
+from rl_core.models.tiny import save_tiny_model
+from rl_core.rewards.runner import RewardRunner
+from rl_core.storage import Store
+from rl_core.trainer import PPOTrainer
+
+TASK = "learn_copy"
+TARGET, WINDOW = 0.9, 3
+"""The mean score that counts as learned, over this many steps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe (name or path), settings that suit an untrained tiny model, and the fewest and most steps of five seeds.
+
+    Without a band five seeds have not been measured, and the task's own number of steps is the limit.
+    """
+
+    recipe: str
+    settings: tuple[str, ...] = ()
+    band: tuple[int, int] | None = None
+
+
+# Rewards that are not divided by their spread are small at first; so must the entropy bonus be.
+SMALL_BONUS = "actor.entropy_coef=0.005"
+CASES = {
+    "grpo": Case("grpo", band=(70, 113)),
+    "dr_grpo": Case("dr_grpo", (SMALL_BONUS,)),
+    "gspo": Case("gspo", band=(52, 85)),
+    "cispo": Case("cispo"),
+    "rloo": Case("rloo", (SMALL_BONUS,)),
+    "last_digit": Case("grpo", ("data.source=last_digit", "data.max_response_length=1")),
+    "reinforce_pp": Case("reinforce_pp"),
+    "ppo": Case("ppo", ("data.train_batch_size=256", "critic.optim.lr=3.0e-3")),
+    "opo": Case("opo", (SMALL_BONUS,)),
+    "gpg": Case("gpg", ("actor.entropy_coef=0.01",)),
+    "dapo": Case(
+        "dapo", ("algorithm.overlong_buffer=1", "algorithm.overlong_penalty=0.02", "algorithm.max_generated_batches=2")
+    ),
+    "remax": Case("remax", ("data.train_batch_size=32", "rollout.n=8", SMALL_BONUS)),
+}
+
+
+class _Configurable(Worker):
+    """A worker that takes another config while it lives: to start one takes longer than to train the tiny model."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def configure(self, config: RunConfig) -> None:
+        """What is built from now on uses this config; the rollout engine stays."""
+        self.config = config
+
+
+class LearningActor(_Configurable, ActorRolloutRefWorker):
+    """The policy's worker."""
+
+
+class LearningCritic(_Configurable, CriticWorker):
+    """The value model's worker."""
+
+
+class LearningRoles(Roles):
+    """One set of live workers for many configs of the same model and lengths up to the first one's."""
+
+    def __init__(self, config: RunConfig, model: Path) -> None:
+        pool, deadline = resource_pool(config.trainer), config.trainer.call_timeout_s
+        self.placement = Placement(pool, deadline)
+        self.workers = [
+            RayWorkerGroup(pool, self.placement.group, worker, (config,), worker_env(config.trainer), 0.5, deadline)
+            for worker in (LearningActor, LearningCritic)
+        ]
+        self.actor = self.workers[0]
+        self.use(config)
+        self.init_models(str(model), 1)
+
+    def use(self, config: RunConfig) -> None:
+        """Takes the config; `init_models` has to follow."""
+        self.config = config
+        self.groups = self.workers[: 1 + config.needs_critic]
+        for group in self.groups:
+            group.configure(config)
+
+    def close(self) -> None:
+        """Ends all processes, also those that the last config has no use for."""
+        self.groups = self.workers
+        super().close()
+
+
+class _Learned(Exception):
+    """Ends a training before its last step."""
+
+
+class Learner:
+    """Trains cases one after another on the same workers."""
+
+    def __init__(self, home: Path) -> None:
+        """Starts workers and scorers; Ray must be running."""
+        self.home, self.runs = home, 0
+        config = compose(TASK, ["data.max_response_length=16"]).config  # the engine has room for every case
+        self.roles = LearningRoles(config, self._fresh_model(config))
+        self.rewards = RewardRunner(config.reward)
+
+    def close(self) -> None:
+        """Ends workers and scorers."""
+        self.rewards.close()
+        self.roles.close()
+
+    def config(self, case: Case, seed: int) -> RunConfig:
+        """The learning task under the case's recipe, which wins where both have a setting."""
+        recipe = self.home / f"case-{self.runs}.yaml"
+        recipe.write_text(f"defaults: [{TASK}, {case.recipe}]\n")
+        return compose(str(recipe), [*case.settings, f"trainer.seed={seed}", "trainer.save_every=1000"]).config
+
+    def steps(self, case: Case, seed: int) -> tuple[int | None, list[Metrics]]:
+        """Steps until the target is reached, None when it never was, and the metrics of each step."""
+        config, metrics = self.config(case, seed), list[Metrics]()
+
+        def learned() -> bool:
+            last = [each["score/mean"] for each in metrics[-WINDOW:]]
+            return len(last) == WINDOW and statistics.mean(last) >= TARGET
+
+        def watch(record: dict[str, Any]) -> None:
+            metrics.append(record["metrics"])
+            if learned():
+                raise _Learned
+
+        model, store = self._fresh_model(config), Store(str(self.home / f"run-{self.runs}"))
+        tokenizer = load_tokenizer(model)
+        data_hash = prepare_data(config, store, tokenizer)["data_hash"]
+        rows = RLHFDataset.load(store, "train", tokenizer)
+        self.roles.use(config)
+        trainer = PPOTrainer(
+            config, store, tokenizer, rows, data_hash, self.roles, self.rewards, watch, lambda step: None
+        )
+        trainer.start(str(model))
+        with suppress(_Learned):
+            trainer.fit(config.trainer.steps)
+        return len(metrics) if learned() else None, metrics
+
+    def _fresh_model(self, config: RunConfig) -> Path:
+        self.runs += 1
+        folder = self.home / f"model-{self.runs}"
+        save_tiny_model(folder, config.model.tiny, 64, config.trainer.seed)
+        return folder
+
+
+@contextmanager
+def learner(home: Path) -> Iterator[Learner]:
+    """A learner in a Ray session of its own."""
+    with ray_session(home, 1, verbose=False):
+        made = Learner(home)
+        try:
+            yield made
+        finally:
+            made.close()
