@@ -105,6 +105,7 @@ def _registry_options(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Runs the flow `post_train` in this process."""
+    sys.path.append(os.getcwd())  # functions of the user's own are found beside the recipe
     composed = compose(options.recipe, options.overrides)
     home = _prepare(options.verbose)
     from tasks.runs import find_run
@@ -115,7 +116,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     preflight(composed, home)
     from flows.post_train import post_train
 
-    sys.path.append(os.getcwd())  # a scorer of the user's own is found beside the recipe
     signal.signal(signal.SIGTERM, _terminate)
     start = time.monotonic()
     result = post_train(options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose)

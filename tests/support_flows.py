@@ -38,12 +38,13 @@ def environment(home: Path) -> dict[str, str]:
     return {**clean, "ROLLFORWARD_HOME": str(home), "PYTHONPATH": str(Path(__file__).parent)}
 
 
-def rollforward(home: Path, *arguments: str, timeout: float = 500) -> Result:
-    """Runs the command to its end."""
+def rollforward(home: Path, *arguments: str, timeout: float = 500, folder: Path | None = None) -> Result:
+    """Runs the command to its end, in the working directory `folder`."""
     start = time.monotonic()
     done = subprocess.run(
         [COMMAND, *arguments],
         env=environment(home),
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -53,10 +53,6 @@ class RewardRunner:
         self._pool.stop()
         self._pool.join()
 
-    def check(self, rows: list[Row]) -> None:
-        """Raises InputError when the scorer of any row does not exist."""
-        check_scorers(self.config, rows)
-
     def score(self, responses: list[str], rows: list[Row]) -> list[RewardResult]:
         """One result a response, in order; row i belongs to response i.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support_flows import SMALL, rollforward
+from support_pages import write_files
 from support_servers import Server, empty_bucket, s3_server
 
 from rl_core.storage import Store
@@ -48,6 +49,19 @@ def test_ppo_trains_a_critic_on_a_scorer_of_ones_own(home: Path) -> None:
     assert metrics["critic/vf_loss"] > 0 and metrics["critic/grad_norm"] > 0
     assert "kl/ref" in metrics
     assert (home / "runs/ppo/checkpoints/step_000002/critic").is_dir()
+
+
+def test_an_algorithm_of_ones_own_is_found_in_the_working_directory(home: Path, tmp_path: Path) -> None:
+    write_files("algorithms", tmp_path)
+    tiny = ["data.max_prompt_length=16", "data.max_response_length=8", "data.val_rows=16"]
+    settings = [*TWO_STEPS, *tiny, "reward.function=support_rewards:length", "algorithm.gamma=0.5"]
+    done = rollforward(home, "run", "mine.yaml", "--run", "own", *settings, folder=tmp_path)
+    assert done.code == 0, done.output
+    metrics = last_record(home, "own")
+    assert {metrics["advantage/max"], metrics["advantage/min"]} <= {0.5, 0.0, -0.5}
+    assert 0 < metrics["actor/positive"] < 1
+    again = rollforward(home, "replay", "own", "2", folder=tmp_path)
+    assert again.code == 0 and "no\n" not in again.output, again.output
 
 
 def test_gsm8k_files_of_ones_own(home: Path, tmp_path: Path) -> None:

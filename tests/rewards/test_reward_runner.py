@@ -12,7 +12,7 @@ import pytest
 
 from rl_core.config.schema import RewardConfig
 from rl_core.errors import InputError
-from rl_core.rewards.runner import RewardResult, RewardRunner
+from rl_core.rewards.runner import RewardResult, RewardRunner, check_scorers
 from rl_core.rewards.worker import score_chunk
 
 ROW = {"data_source": "exact", "reward_model": {"ground_truth": "1 2 3"}}
@@ -174,15 +174,13 @@ def test_many_small_responses_are_scored_quickly() -> None:
 
 def test_unknown_scorers_are_found_before_scoring() -> None:
     rows = [ROW, ROW | {"data_source": "exakt"}]
-    with runner(None) as scoring:
-        scoring.check([ROW])
-        with pytest.raises(InputError, match="did you mean exact") as error:
-            scoring.check(rows)
+    check_scorers(RewardConfig(), [ROW])
+    with pytest.raises(InputError, match="did you mean exact") as error:
+        check_scorers(RewardConfig(), rows)
     assert "row 2" in error.value.where
-    with runner("process") as scoring:
-        scoring.check(rows)
-    with runner("absent") as scoring, pytest.raises(InputError, match="absent"):
-        scoring.check(rows)
+    check_scorers(RewardConfig(function="scorers_for_tests:process"), rows)
+    with pytest.raises(InputError, match="absent"):
+        check_scorers(RewardConfig(function="scorers_for_tests:absent"), rows)
 
 
 def test_rows_and_responses_must_match() -> None:
