@@ -6,19 +6,19 @@ Importable without torch, Ray, Prefect or MLflow, so that a config can be checke
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-KLType = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
-GROUP_ESTIMATORS = (
-    "grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline",
-    "gdpo",
-)  # fmt: skip
+from rl_core.config.learning import (
+    GROUP_ESTIMATORS,
+    ActorConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    OptimConfig,
+    Section,
+)
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values never change after parsing."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+__all__ = ["ActorConfig", "AlgorithmConfig", "CorrectionConfig", "CriticConfig", "OptimConfig", "RunConfig"]
 
 
 class DataConfig(Section):
@@ -62,6 +62,25 @@ class ModelConfig(Section):
     """Type of the computation and of the rollout engine's weights; master weights are always float32."""
 
 
+class EngineConfig(Section):
+    """How actor, critic and reference lie on the devices and compute; none of it changes what is learned."""
+
+    shard_size: int | None = Field(None, ge=1)
+    """Ranks over which weights, gradients and optimizer states are sharded; unset shards over all. Fewer than all is
+    HybridShard: groups of so many ranks hold a copy each."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each sequence (Ulysses); for sequences whose activations one device cannot hold."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    compile: bool = False
+    """Compile each layer with torch.compile: faster steps on CUDA after minutes of compiling."""
+    offload: Literal["none", "idle", "always"] = "none"
+    """CUDA: what lies in the machine's memory. idle: weights and optimizer states while they are not in use (during
+    rollouts); always: weights, gradients and optimizer states, and the optimizer step runs there."""
+    reference_offload: bool = False
+    """CUDA: the reference's weights lie in the machine's memory and visit the device layer by layer."""
+
+
 class WarmStartConfig(Section):
     steps: int = Field(0, ge=0)
     """Supervised steps on the training rows' reference answers before reinforcement; 0 leaves the stage out."""
@@ -71,130 +90,6 @@ class WarmStartConfig(Section):
     """Learning rate, constant."""
     stop_loss: float = Field(0.0, ge=0)
     """Loss (nats per token, mean of the last 10 steps) at which the stage ends early; 0 runs all steps."""
-
-
-class OptimConfig(Section):
-    lr: float = Field(1e-6, gt=0)
-    """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine reach 0 after the last step."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of linear warm-up."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's moment coefficients."""
-    grad_clip: float = Field(1.0, gt=0)
-    """Largest global L2 norm of the gradient."""
-
-
-class ActorConfig(Section):
-    optim: OptimConfig = OptimConfig()
-    """Optimizer of the policy."""
-    mini_batch_size: int | None = Field(None, ge=1)
-    """Prompts per optimizer step; unset takes the whole batch of the step at once."""
-    ppo_epochs: int = Field(1, ge=1)
-    """Passes over the batch of a step."""
-    max_tokens_per_micro_batch: int = Field(8192, ge=1)
-    """Packed tokens (prompt and response) that one rank computes at a time; changes memory, never the result."""
-    clip_ratio: float = Field(0.2, gt=0)
-    """PPO clipping range; `clip_ratio_low` and `clip_ratio_high` follow it when unset."""
-    clip_ratio_low: float | None = Field(None, gt=0)
-    """Lower clipping range."""
-    clip_ratio_high: float | None = Field(None, gt=0)
-    """Upper clipping range (DAPO's clip-higher)."""
-    clip_ratio_c: float = Field(3.0, gt=1)
-    """Dual-clip bound on the ratio of tokens with negative advantage."""
-    policy_loss: str = "vanilla"
-    """Name of a policy loss (docs/algorithms.md) or `package.module:function` of your own."""
-    loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
-    ] = "token-mean"
-    """How per-token losses become one number; counts are those of the whole mini-batch over all ranks. Losses that are
-    defined on sequences (gspo, sapo, geo_mean) always take `seq-mean-token-mean`."""
-    loss_scale_factor: float | None = Field(None, gt=0)
-    """Divisor of `seq-mean-token-sum-norm`; unset takes data.max_response_length."""
-    sapo_tau_positive: float = Field(1.0, gt=0)
-    """Steepness of SAPO's gate for positive advantages."""
-    sapo_tau_negative: float = Field(1.05, gt=0)
-    """Steepness of SAPO's gate for other advantages."""
-    cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """Share of a mini-batch's tokens that kl_cov and clip_cov choose, at least one token."""
-    clip_cov_low: float = 1.0
-    """Covariance above which clip_cov may choose a token."""
-    clip_cov_high: float = 5.0
-    """Covariance below which clip_cov may choose a token."""
-    ppo_kl_coef: float = Field(0.1, ge=0)
-    """Weight of |log-ratio| on the tokens that kl_cov chooses."""
-    dro_beta: float = Field(0.1, ge=0)
-    """Weight of the squared log-ratio in dro."""
-    dppo_ratio_cap: float = Field(20.0, gt=1)
-    """Largest ratio that weighs a token in dppo_tv and dppo_kl."""
-    entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-    kl_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the KL loss against the reference model; above 0 a reference model is loaded."""
-    kl_loss_type: KLType = "k3"
-    """Estimator of the KL in the loss; with a `+` its gradient is that of k2."""
-
-
-class CriticConfig(Section):
-    optim: OptimConfig = OptimConfig(lr=1e-5)
-    """Optimizer of the value model."""
-    ppo_epochs: int = Field(1, ge=1)
-    """Passes over the batch of a step."""
-    cliprange_value: float = Field(0.5, gt=0)
-    """Largest change of a value against the one before the update."""
-
-
-class AlgorithmConfig(Section):
-    estimator: str = "grpo"
-    """Name of an advantage estimator (docs/algorithms.md) or `package.module:function` of your own; gae trains a
-    critic."""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token."""
-    lam: float = Field(1.0, ge=0, le=1)
-    """GAE's lambda."""
-    reward_weights: tuple[str, ...] = ()
-    """Weights of named rewards for gdpo, as `name=weight`; a reward without one has weight 1."""
-    kl_in_reward_coef: float = Field(0.0, ge=0)
-    """Weight of the per-token KL that is subtracted from the reward; above 0 a reference model is loaded."""
-    kl_in_reward_type: KLType = "k1"
-    """Estimator of the KL in the reward."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """Whether the weight of the KL in the reward moves towards `kl_target`."""
-    kl_target: float = Field(0.1, gt=0)
-    """KL per token that the adaptive controller aims at."""
-    kl_horizon: float = Field(10_000.0, gt=0)
-    """Responses over which the adaptive controller reacts."""
-    allow_both_kl: bool = False
-    """Allows KL in the loss and in the reward at once."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Tokens before the response limit in which the reward falls (DAPO); 0 leaves rewards alone."""
-    overlong_penalty: float = Field(1.0, ge=0)
-    """What a response of full length loses."""
-    max_generated_batches: int = Field(0, ge=0)
-    """Dynamic sampling: groups whose scores are all equal are dropped and refilled, with at most this many generated
-    batches a step; 0 keeps all groups."""
-    when_too_few_groups: Literal["fill", "stop"] = "fill"
-    """At that cap: fill the batch with groups of equal scores, which train nothing, or stop the run."""
-    pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
-    """Policy-filtered PPO: draw the step's responses again with probabilities from their scores."""
-    pf_ppo_power: float = Field(1.0, ge=0)
-    """Power of `pf_ppo=pow`."""
-
-
-class CorrectionConfig(Section):
-    weights: Literal["none", "token", "sequence"] = "none"
-    """Importance weights π_old / π_rollout on the loss, of each token or of its sequence."""
-    weight_bounds: tuple[float, float] = (0.0, 2.0)
-    """Lower bound 0 truncates weights at the upper one; above 0 weights outside become 0 (IcePop)."""
-    normalise: bool = False
-    """Divide weights by their mean."""
-    reject: Literal["none", "token", "sequence_mean", "sequence_sum", "sequence_max"] = "none"
-    """What leaves the loss when its ratio is out of bounds: tokens, or sequences by a statistic of their log-ratios."""
-    reject_bounds: tuple[float, float] = (0.5, 2.0)
-    """Ratios that are kept."""
 
 
 class RolloutConfig(Section):
@@ -284,6 +179,7 @@ class RunConfig(Section):
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -301,6 +197,16 @@ class RunConfig(Section):
     def world_size(self) -> int:
         """Worker processes of the run."""
         return self.trainer.nodes * self.trainer.ranks_per_node
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that hold one copy of the weights together."""
+        return self.engine.shard_size or self.world_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of ranks that train on rows of their own."""
+        return self.world_size // self.engine.sequence_parallel_size
 
     @property
     def mini_batch_size(self) -> int:
@@ -323,8 +229,19 @@ class RunConfig(Section):
         checks = [
             (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
             (
-                mini * n % self.world_size == 0,
+                mini * n % self.data_parallel_size == 0,
                 f"actor.mini_batch_size × rollout.n = {mini * n} responses must be a multiple of the "
+                f"{self.data_parallel_size} data-parallel ranks (trainer.nodes × trainer.ranks_per_node ÷ "
+                "engine.sequence_parallel_size)",
+            ),
+            (
+                self.world_size % self.shard_size == 0,
+                f"engine.shard_size={self.shard_size} must divide the {self.world_size} ranks (trainer.nodes × "
+                "trainer.ranks_per_node)",
+            ),
+            (
+                self.world_size % self.engine.sequence_parallel_size == 0,
+                f"engine.sequence_parallel_size={self.engine.sequence_parallel_size} must divide the "
                 f"{self.world_size} ranks (trainer.nodes × trainer.ranks_per_node)",
             ),
             (
