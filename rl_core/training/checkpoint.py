@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from transformers import PreTrainedModel
 
 from rl_core.storage import MANIFEST, Store
 from rl_core.training.engine import DTYPES, TrainEngine
@@ -41,15 +40,14 @@ def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
     engine.load_state(state)
 
 
-def export_model(
-    engine: TrainEngine, model: PreTrainedModel, dtype: str, source: Path, store: Store, folder: str
-) -> None:
+def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, folder: str) -> None:
     """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config and tokenizer.
 
     Args:
         source: the folder that the model came from, whose tokenizer and templates go along.
     """
-    weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters(model)}
+    model = engine.model
+    weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters()}
     if dist.get_rank() == 0:
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
             weights.pop("lm_head.weight", None)

@@ -8,10 +8,18 @@ from torch import nn
 from rl_core.config.schema import OptimConfig
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; the learning rate is set before every update by `learning_rate`."""
+def build_optimizer(module: nn.Module, config: OptimConfig, fused: bool = False) -> torch.optim.AdamW:
+    """AdamW over all parameters that train; the learning rate is set before every update by `learning_rate`.
+
+    `fused` takes one CUDA kernel for the step.
+    """
     return torch.optim.AdamW(
-        module.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        lr=config.lr,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        foreach=not fused,
+        fused=fused,
     )
 
 

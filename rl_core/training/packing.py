@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import Packed
+from rl_core.training.place import Place
 
 
 def balanced_parts(lengths: list[int], parts: int) -> list[list[int]]:
@@ -26,8 +27,9 @@ def balanced_parts(lengths: list[int], parts: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Row indices in as few balanced groups as hold at most `max_tokens` each; the number is agreed by all ranks.
+def split_by_tokens(lengths: list[int], max_tokens: int, device: torch.device | None = None) -> list[list[int]]:
+    """Row indices in as few balanced groups as hold at most `max_tokens` each; the number is agreed by all ranks,
+    which compute on `device`.
 
     Raises ValueError when one row alone is above the budget.
     """
@@ -39,7 +41,6 @@ def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
     agreed = torch.tensor(parts)
     if dist.is_initialized():
         # FSDP gathers weights in every forward, so ranks must run the same number of them.
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         agreed = agreed.to(device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     return balanced_parts(lengths, int(agreed))
@@ -48,14 +49,14 @@ def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
 class MicroBatch:
     """Some rows of a batch, packed; `target_N` are the indices of all response tokens in the packed row."""
 
-    def __init__(self, rows: DataProto, device: torch.device) -> None:
-        self.rows = rows
+    def __init__(self, rows: DataProto, place: Place) -> None:
+        self.rows, device = rows, place.device
         prompts, responses = rows.batch["prompts"], rows.batch["responses"]
         prompt_length_B, length_B = rows.batch["prompt_length"], rows.batch["response_length"]
         sequences = [
             torch.cat([prompts[i, : prompt_length_B[i]], responses[i, : length_B[i]]]) for i in range(len(rows))
         ]
-        self.packed = Packed(sequences, device)
+        self.packed = Packed(sequences, device, place.parallel)
         total_B = prompt_length_B + length_B
         first_B = total_B.cumsum(0) - total_B + prompt_length_B
         place_R = torch.arange(responses.shape[1])
@@ -68,8 +69,8 @@ class MicroBatch:
         return padded_BR.masked_scatter(self._real_BR, values_N)
 
 
-def micro_batches(rows: DataProto, max_tokens: int, device: torch.device) -> Iterator[tuple[list[int], MicroBatch]]:
+def micro_batches(rows: DataProto, max_tokens: int, place: Place) -> Iterator[tuple[list[int], MicroBatch]]:
     """The rows in micro-batches of at most `max_tokens` tokens, with each one's row indices."""
     lengths = (rows.batch["prompt_length"] + rows.batch["response_length"]).tolist()
-    for indices in split_by_tokens(lengths, max_tokens):
-        yield indices, MicroBatch(rows[indices], device)
+    for indices in split_by_tokens(lengths, max_tokens, place.device):
+        yield indices, MicroBatch(rows[indices], place)

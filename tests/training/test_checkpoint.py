@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import LENGTHS, off_policy, policy_engine, rows_of, update_alone, weights_of
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from rl_core.config.schema import OptimConfig
 from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.storage import Store
 from rl_core.training.checkpoint import export_model, load_engine, save_engine
+from rl_core.training.place import Place
 
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="linear", warmup_steps=1, weight_decay=0.1)
 
@@ -22,14 +22,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, mesh: DeviceMesh, store: Store, steps: int) -> None:
-    engine, _ = policy_engine(tiny_model, mesh, OPTIM)
+def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, place: Place, store: Store, steps: int) -> None:
+    engine = policy_engine(tiny_model, place, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     for _ in range(steps):
         update_alone(engine, rows)
     save_engine(engine, store, "step")
     metrics = [update_alone(engine, rows) for _ in range(2)]
-    resumed, _ = policy_engine(tiny_model, mesh, OPTIM)
+    resumed = policy_engine(tiny_model, place, OPTIM)
     load_engine(resumed, store, "step")
     assert resumed.updates == steps
     assert [update_alone(resumed, rows) for _ in range(2)] == metrics
@@ -37,8 +37,8 @@ def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, mesh: DeviceMesh
     assert all(torch.equal(seen[name], wanted[name]) for name in wanted)
 
 
-def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
-    engine, _ = policy_engine(tiny_model, mesh, OPTIM)
+def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, place: Place, tmp_path: Path) -> None:
+    engine = policy_engine(tiny_model, place, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     save_engine(engine, Store(str(tmp_path)), "start")
     first = update_alone(engine, rows), weights_of(engine)
@@ -51,14 +51,14 @@ def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, mesh: DeviceMesh
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_is_an_ordinary_folder(
-    tiny_model: Path, mesh: DeviceMesh, store: Store, tmp_path: Path, dtype: str
+    tiny_model: Path, place: Place, store: Store, tmp_path: Path, dtype: str
 ) -> None:
-    engine, hf = policy_engine(tiny_model, mesh, OPTIM)
+    engine = policy_engine(tiny_model, place, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     update_alone(engine, rows)
     update_alone(engine, rows)
     store.write_bytes("export/left_over.txt", b"of an earlier attempt")
-    export_model(engine, hf, dtype, tiny_model, store, "export")
+    export_model(engine, dtype, tiny_model, store, "export")
     folder = tmp_path / "copy"
     store.download("export", folder)
     assert not (folder / "left_over.txt").exists()
@@ -70,5 +70,5 @@ def test_an_export_is_an_ordinary_folder(
     assert "lm_head.weight" not in saved and {tensor.dtype for tensor in saved.values()} == {kind}
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == kind and model.config.architectures == ["Qwen3ForCausalLM"]
-    for name, tensor in engine.full_parameters(hf):
+    for name, tensor in engine.full_parameters():
         assert torch.equal(model.state_dict()[name], tensor.to(kind)), name
