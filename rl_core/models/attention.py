@@ -19,6 +19,11 @@ from rl_core.models.sequence_parallel import SequenceParallel
 ATTENTION = "rollforward_packed"
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; a GPU's copy goes on beside its other work."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 class Layout(NamedTuple):
     """Where B packed sequences lie: `cu_seqlens` [B + 1] int32, `gather_BL` [B, L] index of each padded place into the
     packed row (0 on padding), `scatter_T` [T] index of each packed token into the flattened padded view, and the group
@@ -41,7 +46,8 @@ def layout_of(lengths: list[int], device: torch.device, parallel: SequenceParall
     gather_BL = torch.where(real_BL, starts_B[:, None] + place_L, 0)
     cu_seqlens = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
     scatter_T = real_BL.flatten().nonzero().squeeze(1)
-    return Layout(cu_seqlens.to(device), longest, gather_BL.to(device), scatter_T.to(device), parallel)
+    cu_seqlens, gather_BL, scatter_T = (to_device(x, device) for x in (cu_seqlens, gather_BL, scatter_T))
+    return Layout(cu_seqlens, longest, gather_BL, scatter_T, parallel)
 
 
 def packed_attention(

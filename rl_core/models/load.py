@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from rl_core.errors import InputError
-from rl_core.models.attention import ATTENTION, Layout, layout_of
+from rl_core.models.attention import ATTENTION, Layout, layout_of, to_device
 from rl_core.models.log_probs import ChunkedLogProbs
 from rl_core.models.sequence_parallel import SequenceParallel
 
@@ -97,8 +97,8 @@ class Packed:
         if missing:
             sequences = [*sequences, torch.zeros(missing, dtype=torch.long)]
         lengths = [len(sequence) for sequence in sequences]
-        self.ids_T = torch.cat(sequences).to(device)
-        positions_T = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        self.ids_T = to_device(torch.cat(sequences), device)
+        positions_T = to_device(torch.cat([torch.arange(n) for n in lengths]), device)
         self.parallel, self.own = parallel, parallel.own(sum(lengths)) if parallel else slice(0, sum(lengths))
         self.input_ids, self.position_ids = self.ids_T[None, self.own], positions_T[None, self.own]
         self.layout: Layout = layout_of(lengths, device, parallel)

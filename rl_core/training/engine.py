@@ -4,6 +4,7 @@ The same code runs with one rank and with many. Losses arrive already divided by
 gradient is the same for every split into micro-batches and over ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -64,7 +65,7 @@ class TrainEngine:
                 for name, buffer in part.named_buffers(recurse=False):
                     setattr(part, name, buffer.to(self.device))
         self.optim_config, self.total_updates, self.updates, self.skipped = optim, total_updates, 0, 0
-        self.optimizer = build_optimizer(module, optim, fused=on_gpu) if optim else None
+        self.optimizer = build_optimizer(module, optim) if optim else None
 
     def _shard(self, dtype: torch.dtype, compiled: bool) -> None:
         """Layer by layer over the mesh; computes in `dtype`, keeps weights and reduces gradients in float32."""
@@ -114,23 +115,34 @@ class TrainEngine:
             (loss * dist.get_world_size()).backward()
             for name, share in {**shares, "loss": loss}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + share.detach().float()
-        grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.optim_config.grad_clip)
-        grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        if not torch.isfinite(grad_norm):
-            return self._skip(grad_norm.item())
+        norm = self._clip(self.optim_config.grad_clip)
         lr = learning_rate(self.optim_config, self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # The optimizer itself looks at `found_inf` and then does nothing: asking here would make the device wait.
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
+        grad_norm = norm.item()
+        if not math.isfinite(grad_norm):
+            return self._skip(grad_norm)
         self.updates, self.skipped = self.updates + 1, 0
         sharing = self.place.parallel.size if self.place.parallel else 1
         metrics = {name: value / sharing for name, value in sum_over_ranks(totals).items()}
-        return {**metrics, "grad_norm": grad_norm.item(), "lr": lr, "skipped_updates": 0.0}
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
+
+    def _clip(self, most: float) -> Tensor:
+        """Scales the gradient to a global L2 norm of at most `most`; returns the norm before, a scalar."""
+        # On the shards themselves: on distributed tensors each of these operations costs milliseconds.
+        gradients = [_local(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square, group=self.place.mesh.get_group("shard"))
+        norm = square.sqrt()
+        torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def _skip(self, grad_norm: float) -> dict[str, float]:
-        assert self.optimizer is not None and self.optim_config is not None
-        self.optimizer.zero_grad()
+        assert self.optim_config is not None
         self.skipped += 1
         if self.skipped > self.optim_config.max_skipped_updates:
             raise TrainingError(
@@ -193,10 +205,14 @@ class TrainEngine:
         self.updates, self.skipped = counts.tolist()
         for name, parameter in self.module.named_parameters():
             self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(self.updates)),
+                "step": torch.tensor(float(self.updates), device=parameter.device),
                 "exp_avg": moments_1[name],
                 "exp_avg_sq": moments_2[name],
             }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

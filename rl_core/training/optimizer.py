@@ -8,19 +8,10 @@ from torch import nn
 from rl_core.config.schema import OptimConfig
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig, fused: bool = False) -> torch.optim.AdamW:
-    """AdamW over all parameters that train; the learning rate is set before every update by `learning_rate`.
-
-    `fused` takes one CUDA kernel for the step.
-    """
-    return torch.optim.AdamW(
-        [parameter for parameter in module.parameters() if parameter.requires_grad],
-        lr=config.lr,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        foreach=not fused,
-        fused=fused,
-    )
+def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW in one kernel over all parameters that train; `learning_rate` gives the rate before every update."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, config.lr, config.betas, weight_decay=config.weight_decay, fused=True)
 
 
 def learning_rate(config: OptimConfig, update: int, total: int) -> float:

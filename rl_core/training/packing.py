@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.data.protocol import DataProto
+from rl_core.models.attention import to_device
 from rl_core.models.load import Packed
 from rl_core.training.place import Place
 
@@ -28,8 +29,7 @@ def balanced_parts(lengths: list[int], parts: int) -> list[list[int]]:
 
 
 def split_by_tokens(lengths: list[int], max_tokens: int, device: torch.device | None = None) -> list[list[int]]:
-    """Row indices in as few balanced groups as hold at most `max_tokens` each; the number is agreed by all ranks,
-    which compute on `device`.
+    """Row indices in as few balanced groups as hold at most `max_tokens` each; the number is agreed by all ranks.
 
     Raises ValueError when one row alone is above the budget.
     """
@@ -38,30 +38,32 @@ def split_by_tokens(lengths: list[int], max_tokens: int, device: torch.device | 
     parts = -(-sum(lengths) // max_tokens)
     while max(sum(lengths[i] for i in group) for group in balanced_parts(lengths, parts)) > max_tokens:
         parts += 1
-    agreed = torch.tensor(parts)
+    agreed = torch.tensor(parts)  # on the CPU also where there are GPUs, which need not wait for it
     if dist.is_initialized():
         # FSDP gathers weights in every forward, so ranks must run the same number of them.
-        agreed = agreed.to(device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     return balanced_parts(lengths, int(agreed))
 
 
 class MicroBatch:
-    """Some rows of a batch, packed; `target_N` are the indices of all response tokens in the packed row."""
+    """Some rows of a batch, on the device and packed; `target_N` are the indices of all response tokens in the packed
+    row."""
 
     def __init__(self, rows: DataProto, place: Place) -> None:
-        self.rows, device = rows, place.device
         prompts, responses = rows.batch["prompts"], rows.batch["responses"]
         prompt_length_B, length_B = rows.batch["prompt_length"], rows.batch["response_length"]
         sequences = [
             torch.cat([prompts[i, : prompt_length_B[i]], responses[i, : length_B[i]]]) for i in range(len(rows))
         ]
-        self.packed = Packed(sequences, device, place.parallel)
+        self.packed = Packed(sequences, place.device, place.parallel)
         total_B = prompt_length_B + length_B
         first_B = total_B.cumsum(0) - total_B + prompt_length_B
         place_R = torch.arange(responses.shape[1])
-        self._real_BR = (place_R < length_B[:, None]).to(device)
-        self.target_N = (first_B[:, None] + place_R).to(device)[self._real_BR]
+        real_BR = place_R < length_B[:, None]
+        self._real_BR = to_device(real_BR, place.device)
+        self.target_N = to_device((first_B[:, None] + place_R)[real_BR], place.device)
+        tensors = {name: to_device(tensor, place.device) for name, tensor in rows.batch.items()}
+        self.rows = DataProto(tensors, rows.non_tensor_batch, rows.meta_info)
 
     def pad(self, values_N: Tensor) -> Tensor:
         """Values of the response tokens [N] as [B, R], 0 behind the end of a response."""
@@ -72,5 +74,5 @@ class MicroBatch:
 def micro_batches(rows: DataProto, max_tokens: int, place: Place) -> Iterator[tuple[list[int], MicroBatch]]:
     """The rows in micro-batches of at most `max_tokens` tokens, with each one's row indices."""
     lengths = (rows.batch["prompt_length"] + rows.batch["response_length"]).tolist()
-    for indices in split_by_tokens(lengths, max_tokens, place.device):
+    for indices in split_by_tokens(lengths, max_tokens):
         yield indices, MicroBatch(rows[indices], place)
