@@ -52,7 +52,7 @@ CASES = {
     "cispo": Case("cispo"),
     "rloo": Case("rloo", (SMALL_BONUS,)),
     "last_digit": Case("grpo", ("data.source=last_digit", "data.max_response_length=1")),
-    "reinforce_pp": Case("reinforce_pp"),
+    "reinforce_pp": Case("reinforce_pp", ("data.train_batch_size=512",)),
     "ppo": Case("ppo", ("data.train_batch_size=256", "critic.optim.lr=3.0e-3")),
     "opo": Case("opo", (SMALL_BONUS,)),
     "gpg": Case("gpg", ("actor.entropy_coef=0.01",)),

@@ -1,11 +1,14 @@
 """Parts that tests of several folders are put together from; also imported by the processes that tests start."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from rl_core.config.schema import ActorConfig, EngineConfig, OptimConfig, RunConfig, TinyModelConfig
 from rl_core.data.protocol import DataProto
@@ -25,14 +28,49 @@ WIDTH = 8
 LENGTHS = [(9, 8), (12, 8), (10, 7), (11, 8), (3, 1), (2, 4), (4, 2), (3, 3)]
 
 
-def save_sharp_model(folder: Path) -> None:
+def save_sharp_model(folder: Path, heads: int = 2) -> None:
     """The offline model with larger embeddings: its fresh weights alone would give nearly uniform log-probs."""
-    save_tiny_model(folder, TinyModelConfig(hidden_size=64, layers=1, heads=2), 64, seed=0)
+    save_tiny_model(folder, TinyModelConfig(hidden_size=64, layers=1, heads=heads), 64, seed=0)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(4)
         model.model.layers[0].self_attn.o_proj.weight.mul_(5)
     model.save_pretrained(folder)
+
+
+def save_grouped_model(folder: Path) -> None:
+    """A Llama of two layers with 4 query heads on 2 key/value heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def start_ranks(script: Path, world_size: int, *arguments: object) -> None:
+    """Runs a script as `script RANK WORLD_SIZE ARGUMENT …` in a process a rank; raises with the first one's errors."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[2]), str(script.parents[1])])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), *map(str, (rank, world_size, *arguments))], env=env, stderr=subprocess.PIPE
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=300)
+            assert rank.returncode == 0, errors.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def policy_engine(

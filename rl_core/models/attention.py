@@ -6,7 +6,7 @@ with right padding under a causal mask no real token ever attends to a padded on
 With sequence parallelism each rank brings part of the tokens and computes part of the heads.
 """
 
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -24,30 +24,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class Layout(NamedTuple):
-    """Where B packed sequences lie: `cu_seqlens` [B + 1] int32, `gather_BL` [B, L] index of each padded place into the
-    packed row (0 on padding), `scatter_T` [T] index of each packed token into the flattened padded view, and the group
+class Layout:
+    """Where B packed sequences lie: `cu_seqlens` [B + 1] int32 on the device, the longest one's tokens, and the group
     of ranks that share the row, if there is one."""
 
-    cu_seqlens: Tensor
-    longest: int
-    gather_BL: Tensor
-    scatter_T: Tensor
-    parallel: SequenceParallel | None
+    def __init__(self, lengths: list[int], device: torch.device, parallel: SequenceParallel | None = None) -> None:
+        """Takes the sequences' lengths (tokens, all positive)."""
+        cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+        self.cu_seqlens, self.longest, self.parallel = to_device(cu_seqlens, device), max(lengths), parallel
 
-
-def layout_of(lengths: list[int], device: torch.device, parallel: SequenceParallel | None = None) -> Layout:
-    """Layout of packed sequences with the given lengths (tokens, all positive)."""
-    lengths_B = torch.tensor(lengths)
-    starts_B = lengths_B.cumsum(0) - lengths_B
-    longest = int(lengths_B.max())
-    place_L = torch.arange(longest)
-    real_BL = place_L < lengths_B[:, None]
-    gather_BL = torch.where(real_BL, starts_B[:, None] + place_L, 0)
-    cu_seqlens = F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
-    scatter_T = real_BL.flatten().nonzero().squeeze(1)
-    cu_seqlens, gather_BL, scatter_T = (to_device(x, device) for x in (cu_seqlens, gather_BL, scatter_T))
-    return Layout(cu_seqlens, longest, gather_BL, scatter_T, parallel)
+    @cached_property
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Index of each place of the padded view into the packed row [B, longest] (0 on padding), and of each packed
+        token into the flattened padded view [T]."""
+        starts_B, length_B = self.cu_seqlens[:-1].long(), self.cu_seqlens.diff()
+        place_L = torch.arange(self.longest, device=starts_B.device)
+        real_BL = place_L < length_B[:, None]
+        return torch.where(real_BL, starts_B[:, None] + place_L, 0), real_BL.flatten().nonzero().squeeze(1)
 
 
 def packed_attention(
@@ -100,11 +93,12 @@ def _varlen(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layou
 
 
 def _padded(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, scaling: float) -> Tensor:
-    query_BHLD, key_BHLD, value_BHLD = (x[layout.gather_BL].transpose(1, 2) for x in (query_THD, key_THD, value_THD))
+    gather_BL, scatter_T = layout.padded
+    query_BHLD, key_BHLD, value_BHLD = (x[gather_BL].transpose(1, 2) for x in (query_THD, key_THD, value_THD))
     out_BHLD = F.scaled_dot_product_attention(
         query_BHLD, key_BHLD, value_BHLD, is_causal=True, scale=scaling, enable_gqa=True
     )
-    return out_BHLD.transpose(1, 2).flatten(0, 1)[layout.scatter_T]
+    return out_BHLD.transpose(1, 2).flatten(0, 1)[scatter_T]
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from rl_core.errors import InputError
-from rl_core.models.attention import ATTENTION, Layout, layout_of, to_device
+from rl_core.models.attention import ATTENTION, Layout, to_device
 from rl_core.models.log_probs import ChunkedLogProbs
 from rl_core.models.sequence_parallel import SequenceParallel
 
@@ -92,16 +93,20 @@ class Packed:
     layout that keeps the sequences apart. With sequence parallelism over S ranks a short sequence of padding makes the
     row divisible."""
 
-    def __init__(self, sequences: list[Tensor], device: torch.device, parallel: SequenceParallel | None = None) -> None:
-        missing = -sum(map(len, sequences)) % (parallel.size if parallel else 1)
+    def __init__(
+        self, ids_T: Tensor, lengths: list[int], device: torch.device, parallel: SequenceParallel | None = None
+    ) -> None:
+        """Takes the tokens of all sequences, one behind the other, and each one's number of them."""
+        missing = -len(ids_T) % (parallel.size if parallel else 1)
         if missing:
-            sequences = [*sequences, torch.zeros(missing, dtype=torch.long)]
-        lengths = [len(sequence) for sequence in sequences]
-        self.ids_T = to_device(torch.cat(sequences), device)
-        positions_T = to_device(torch.cat([torch.arange(n) for n in lengths]), device)
-        self.parallel, self.own = parallel, parallel.own(sum(lengths)) if parallel else slice(0, sum(lengths))
+            ids_T, lengths = F.pad(ids_T, (0, missing)), [*lengths, missing]
+        length_B = torch.tensor(lengths)
+        starts_T = (length_B.cumsum(0) - length_B).repeat_interleave(length_B)
+        positions_T = to_device(torch.arange(len(ids_T)) - starts_T, device)
+        self.ids_T = to_device(ids_T, device)
+        self.parallel, self.own = parallel, parallel.own(len(ids_T)) if parallel else slice(0, len(ids_T))
         self.input_ids, self.position_ids = self.ids_T[None, self.own], positions_T[None, self.own]
-        self.layout: Layout = layout_of(lengths, device, parallel)
+        self.layout = Layout(lengths, device, parallel)
 
     def hidden_states(self, model: PreTrainedModel, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the target tokens that are this rank's: the last hidden states before them [n, D] and their ids [n]; and

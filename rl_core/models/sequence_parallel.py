@@ -24,8 +24,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()  # also the received one: the exchange takes memory as it lies
         received = torch.empty_like(gradient)
-        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)
+        dist.all_to_all_single(received, gradient, group=ctx.group)
         return received, None
 
 

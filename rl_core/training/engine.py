@@ -123,12 +123,14 @@ class TrainEngine:
         self.optimizer.grad_scale, self.optimizer.found_inf = None, (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        grad_norm = norm.item()
+        # The norm, which all ranks know, goes along so that there is one wait for the device.
+        sums = sum_over_ranks({**totals, "grad_norm": norm.to(self.device)})
+        grad_norm = sums.pop("grad_norm") / dist.get_world_size()
         if not math.isfinite(grad_norm):
             return self._skip(grad_norm)
         self.updates, self.skipped = self.updates + 1, 0
         sharing = self.place.parallel.size if self.place.parallel else 1
-        metrics = {name: value / sharing for name, value in sum_over_ranks(totals).items()}
+        metrics = {name: value / sharing for name, value in sums.items()}
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
 
     def _clip(self, most: float) -> Tensor:

@@ -46,24 +46,25 @@ def split_by_tokens(lengths: list[int], max_tokens: int, device: torch.device | 
 
 
 class MicroBatch:
-    """Some rows of a batch, on the device and packed; `target_N` are the indices of all response tokens in the packed
-    row."""
+    """Some rows of a batch, on the device: packed, with the indices `target_N` of all response tokens in the packed
+    row, and as `rows` their numbers per response token [B, R]."""
 
     def __init__(self, rows: DataProto, place: Place) -> None:
         prompts, responses = rows.batch["prompts"], rows.batch["responses"]
         prompt_length_B, length_B = rows.batch["prompt_length"], rows.batch["response_length"]
-        sequences = [
-            torch.cat([prompts[i, : prompt_length_B[i]], responses[i, : length_B[i]]]) for i in range(len(rows))
-        ]
-        self.packed = Packed(sequences, place.device, place.parallel)
-        total_B = prompt_length_B + length_B
-        first_B = total_B.cumsum(0) - total_B + prompt_length_B
         place_R = torch.arange(responses.shape[1])
         real_BR = place_R < length_B[:, None]
-        self._real_BR = to_device(real_BR, place.device)
+        real = torch.cat([torch.arange(prompts.shape[1]) < prompt_length_B[:, None], real_BR], dim=1)
+        total_B = prompt_length_B + length_B
+        first_B = total_B.cumsum(0) - total_B + prompt_length_B
+        ids_T = torch.cat([prompts, responses], dim=1)[real]
+        self.packed = Packed(ids_T, total_B.tolist(), place.device, place.parallel)
         self.target_N = to_device((first_B[:, None] + place_R)[real_BR], place.device)
-        tensors = {name: to_device(tensor, place.device) for name, tensor in rows.batch.items()}
-        self.rows = DataProto(tensors, rows.non_tensor_batch, rows.meta_info)
+        self._real_BR = to_device(real_BR, place.device)
+        # All that a loss reads, in one copy.
+        read = {name: x.float() for name, x in rows.batch.items() if x.is_floating_point() and x.shape == real_BR.shape}
+        columns = to_device(torch.stack([*read.values()]), place.device) if read else ()
+        self.rows = DataProto(dict(zip(read, columns, strict=True)), rows.non_tensor_batch, rows.meta_info)
 
     def pad(self, values_N: Tensor) -> Tensor:
         """Values of the response tokens [N] as [B, R], 0 behind the end of a response."""

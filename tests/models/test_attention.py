@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import loaded, plain_outputs
+from support import loaded, plain_outputs, save_grouped_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rl_core.models.attention import layout_of, packed_attention
+from rl_core.models.attention import Layout, packed_attention
 from rl_core.models.load import Packed, PolicyModel, empty_causal_lm
 
 # Prompt and response of sequences of different lengths, the shortest not at the end.
@@ -16,19 +16,8 @@ SEQUENCES = [([5, 6, 7, 8, 9], [10, 11, 12]), ([40], [41, 2]), ([20, 21, 33], [9
 @pytest.fixture(scope="module")
 def grouped_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with 4 query heads on 2 key/value heads."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
     folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_grouped_model(folder)
     return folder
 
 
@@ -46,7 +35,8 @@ def packed_outputs(
     policy: PolicyModel, sequences: list[tuple[list[int], list[int]]], temperature: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probs and entropies of each sequence's response, computed in one packed row."""
-    packed = Packed([torch.tensor(prompt + response) for prompt, response in sequences], torch.device("cpu"))
+    ids = [prompt + response for prompt, response in sequences]
+    packed = Packed(torch.tensor(sum(ids, [])), [len(each) for each in ids], torch.device("cpu"))
     targets, start = [], 0
     for prompt, response in sequences:
         targets.append(torch.arange(start + len(prompt), start + len(prompt) + len(response)))
@@ -94,15 +84,16 @@ def test_a_token_sees_those_before_it_and_none_after(folder: Path) -> None:
 
 
 def test_the_layout_finds_every_token() -> None:
-    layout = layout_of([2, 3, 1], torch.device("cpu"))
+    layout = Layout([2, 3, 1], torch.device("cpu"))
     assert layout.cu_seqlens.tolist() == [0, 2, 5, 6] and layout.cu_seqlens.dtype == torch.int32
     assert layout.longest == 3
-    assert layout.gather_BL.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
-    assert layout.gather_BL.flatten()[layout.scatter_T].tolist() == list(range(6))
+    gather_BL, scatter_T = layout.padded
+    assert gather_BL.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
+    assert gather_BL.flatten()[scatter_T].tolist() == list(range(6))
 
 
 def test_a_sliding_window_below_the_longest_sequence_is_refused() -> None:
-    layout = layout_of([2, 3], torch.device("cpu"))
+    layout = Layout([2, 3], torch.device("cpu"))
     query = torch.ones(1, 2, 5, 4)
     module = torch.nn.Identity()
     packed_attention(module, query, query, query, None, 1.0, layout, sliding_window=3)

@@ -62,5 +62,5 @@ def test_micro_batches_name_their_rows() -> None:
     found = list(micro_batches(rows, 17, ALONE))
     assert len(found) == 2
     for indices, micro in found:
-        assert torch.equal(micro.rows.batch["responses"], rows.batch["responses"][indices])
+        assert torch.equal(micro.rows.batch["noise"], rows.batch["noise"][indices])
         assert micro.packed.input_ids.shape[1] == sum(sum(lengths[i]) for i in indices) <= 17
