@@ -9,6 +9,7 @@ twice does not count twice.
 """
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ SHAPE = Qwen3Config(
 )
 # Dense bfloat16 peak in FLOP/s by the vendor's data sheet.
 PEAKS = {"H100": 989e12, "H200": 989e12}
-WARM_UP, STEPS = 3, 8
+WARM_UP, ROUNDS, STEPS = 3, 3, 8
 
 
 @dataclass(frozen=True)
@@ -125,21 +126,23 @@ class Baseline:
 
 
 def measure(case: Case, folder: Path, device: torch.device) -> tuple[float, float]:
-    """Tokens a second and GPU, and the peak of allocated memory in GiB."""
+    """Tokens a second and GPU (of the middle one of several rounds), and the peak of allocated memory in GiB."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     made = Engine(case, folder, device) if case.engine else Baseline(case, folder, device)
     for _ in range(WARM_UP):
         made.step()
-    torch.cuda.synchronize()
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        made.step()
-    torch.cuda.synchronize()
-    dist.barrier()
-    speed = case.tokens * STEPS / (time.perf_counter() - start)
-    return speed, torch.cuda.max_memory_allocated() / 1024**3
+    seconds = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            made.step()
+        torch.cuda.synchronize()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return case.tokens * STEPS / statistics.median(seconds), torch.cuda.max_memory_allocated() / 1024**3
 
 
 def row(name: str, case: Case, speed: float, peak: float, parameters: int) -> str:

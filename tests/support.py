@@ -56,7 +56,8 @@ def save_grouped_model(folder: Path) -> None:
 
 def start_ranks(script: Path, world_size: int, *arguments: object) -> None:
     """Runs a script as `script RANK WORLD_SIZE ARGUMENT …` in a process a rank; raises with the first one's errors."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[2]), str(script.parents[1])])}
+    path = [str(script.parents[2]), str(script.parents[1]), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), *map(str, (rank, world_size, *arguments))], env=env, stderr=subprocess.PIPE

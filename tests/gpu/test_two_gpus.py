@@ -1,0 +1,47 @@
+"""Two GPUs against one: shards, copies and shared sequences give the same step."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import distance, save_grouped_model, save_sharp_model, start_ranks
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from meshes import MODELS  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+MESHES = ["2,1", "1,1", "2,2", "1,2"]
+# bfloat16 rounds other sums otherwise; Adam's moments show the gradient.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def outcome(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, dict[str, Tensor]]]:
+    """What came out, by `model-shard_size-sequence_parallel_size`; `model-1-1` of `alone` is one GPU's."""
+    dtype, found = request.param, {}
+    for world_size, meshes in ((2, MESHES), (1, ["1,1"])):
+        folder = tmp_path_factory.mktemp("gpus")
+        save_sharp_model(folder / "qwen3", heads=4)
+        save_grouped_model(folder / "llama")
+        start_ranks(Path(__file__).parents[1] / "training" / "meshes.py", world_size, "cuda", dtype, folder, *meshes)
+        found |= {f"{world_size}-{file.stem}": load_file(file) for file in folder.glob("*.safetensors")}
+    return dtype, found
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_step_is_that_of_one_gpu(outcome: tuple[str, dict[str, dict[str, Tensor]]], model: str, mesh: str) -> None:
+    dtype, found = outcome
+    wanted, seen = found[f"1-{model}-1-1"], found[f"2-{model}-{mesh.replace(',', '-')}"]
+    tensors = [{k: v for k, v in each.items() if not k.endswith("log_probs")} for each in (seen, wanted)]
+    assert distance(*tensors, "exp_avg.") < TOLERANCE[dtype]
+    assert seen["metric.grad_norm"].item() == pytest.approx(wanted["metric.grad_norm"].item(), rel=TOLERANCE[dtype])
+    rows = len(seen["old_log_probs"])
+    torch.testing.assert_close(
+        seen["old_log_probs"], wanted["old_log_probs"][:rows], rtol=0, atol=1e-4 if dtype == "float32" else 0.3
+    )
