@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
@@ -13,6 +14,8 @@ from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, load_causal_lm
 from rl_core.models.tiny import save_tiny_model
 from rl_core.rollout.agent_loop import Trajectory, to_batch
+from rl_core.storage import Store
+from rl_core.training.checkpoint import save_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
 
@@ -89,6 +92,11 @@ def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
         for part in ("model", "exp_avg", "exp_avg_sq")
         for name, tensor in cast(dict[str, Tensor], state[part]).items()
     }
+
+
+def save(engine: TrainEngine, store: Store, folder: str) -> None:
+    """Writes the engine's state into `folder` of the store and waits for it; all ranks take part."""
+    save_engine(engine, store, folder, dist.new_group(backend="gloo")).result()
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor], prefix: str = "") -> float:

@@ -7,6 +7,7 @@ rollout engine, which gets the new weights pushed.
 import gc
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
 
@@ -38,6 +39,8 @@ LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
 class Worker:
     """A rank: its place in the process group and its device."""
 
+    saved: Future[None]
+
     def __init__(self, config: RunConfig) -> None:
         """Takes the config; nothing heavy happens before `join`."""
         self.config = config
@@ -64,6 +67,12 @@ class Worker:
         store = self._meeting if rank == 0 else dist.TCPStore(host, port, is_master=False)
         dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
         self.mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
+        self.save_group = dist.new_group(backend="gloo")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> None:
+        """Waits until this rank has written the state that was saved last, and raises what went wrong."""
+        self.saved.result()
 
     def _train_engine(
         self, module: PolicyModel | ValueModel, optim: OptimConfig | None, total_updates: int
@@ -186,8 +195,8 @@ class ActorRolloutRefWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Writes the actor's shards into `folder` of the store."""
-        save_engine(self.actor, store, f"{folder}/actor")
+        """Starts to write the actor's present state into `folder` of the store."""
+        self.saved = save_engine(self.actor, store, f"{folder}/actor", self.save_group)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, store: Store, folder: str) -> None:
@@ -225,8 +234,8 @@ class CriticWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Writes the critic's shards into `folder` of the store."""
-        save_engine(self.critic, store, f"{folder}/critic")
+        """Starts to write the critic's present state into `folder` of the store."""
+        self.saved = save_engine(self.critic, store, f"{folder}/critic", self.save_group)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, store: Store, folder: str) -> None:

@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import LENGTHS, off_policy, policy_engine, rows_of, update_alone, weights_of
+from support import LENGTHS, off_policy, policy_engine, rows_of, save, update_alone, weights_of
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from rl_core.config.schema import OptimConfig
 from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.storage import Store
-from rl_core.training.checkpoint import export_model, load_engine, save_engine
+from rl_core.training.checkpoint import export_model, load_engine
 
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="linear", warmup_steps=1, weight_decay=0.1)
 
@@ -27,7 +27,7 @@ def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, mesh: DeviceMesh
     rows = off_policy(engine, rows_of(LENGTHS))
     for _ in range(steps):
         update_alone(engine, rows)
-    save_engine(engine, store, "step")
+    save(engine, store, "step")
     metrics = [update_alone(engine, rows) for _ in range(2)]
     resumed, _ = policy_engine(tiny_model, mesh, OPTIM)
     load_engine(resumed, store, "step")
@@ -40,7 +40,7 @@ def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, mesh: DeviceMesh
 def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     engine, _ = policy_engine(tiny_model, mesh, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
-    save_engine(engine, Store(str(tmp_path)), "start")
+    save(engine, Store(str(tmp_path)), "start")
     first = update_alone(engine, rows), weights_of(engine)
     update_alone(engine, rows)
     load_engine(engine, Store(str(tmp_path)), "start")

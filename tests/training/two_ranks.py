@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from support import LENGTHS, off_policy, policy_engine, rows_of, update, weights_of
+from support import LENGTHS, off_policy, policy_engine, rows_of, save, update, weights_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from rl_core.config.schema import ActorConfig, OptimConfig
 from rl_core.storage import Store
-from rl_core.training.checkpoint import export_model, load_engine, save_engine
+from rl_core.training.checkpoint import export_model, load_engine
 
 MAX_TOKENS = 21
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)
@@ -43,7 +43,7 @@ def main(rank: int, model: Path, folder: Path) -> None:
     numbers = {**{name: torch.tensor(value) for name, value in metrics.items()}, "local": torch.tensor(local)}
     write("metrics", numbers)
     write("first", weights_of(engine))
-    save_engine(engine, store, "together")
+    save(engine, store, "together")
     export_model(engine, hf, "float32", model, store, "export")
     log_probs_BR = engine.compute(mine, 1.0)[0]
     gathered = [torch.zeros_like(log_probs_BR) for _ in range(2)]
