@@ -12,15 +12,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from rl_core.errors import TransientError
 from rl_core.storage import MANIFEST, Store, storage_errors
 from rl_core.training.engine import DTYPES, TrainEngine
+
+# Endings of files that hold weights, in any format: those of the source are not the trained ones.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def save_engine(engine: TrainEngine, store: Store, folder: str, group: dist.ProcessGroup) -> Future[None]:
@@ -87,7 +92,7 @@ def _real_cause(path: str, writing: bool = False) -> Iterator[None]:
 def export_model(
     engine: TrainEngine, model: PreTrainedModel, dtype: str, source: Path, store: Store, folder: str
 ) -> None:
-    """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config and tokenizer.
+    """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer and templates.
 
     Args:
         source: the folder that the model came from, whose tokenizer and templates go along.
@@ -98,18 +103,31 @@ def export_model(
             weights.pop("lm_head.weight", None)
         with tempfile.TemporaryDirectory() as staging:
             target = Path(staging)
-            model.save_pretrained(target, state_dict=weights)
-            # That wrote the type of the float32 master weights into the config.
-            config = copy.deepcopy(model.config)
-            config.dtype = DTYPES[dtype]
-            config.save_pretrained(target)
-            for file in source.iterdir():
-                if file.is_file() and not (target / file.name).exists() and not _is_weights(file.name):
-                    shutil.copyfile(file, target / file.name)
+            _save_pretrained(model, weights, DTYPES[dtype], target)
+            for file in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
+                place = target / file.relative_to(source)
+                if file.is_file() and not place.exists() and not _is_weights(file.name):
+                    place.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, place)
             store.remove(folder)
             store.upload(target, folder)
     dist.barrier()
 
 
+def _save_pretrained(model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype, target: Path) -> None:
+    # A generation config that sets, say, a temperature without do_sample is common and is loaded without complaint, but
+    # transformers refuses to save it; it goes along as it is.
+    generation, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(target, state_dict=weights)
+    finally:
+        model.generation_config = generation
+    generation.to_json_file(target / "generation_config.json")
+    # What was saved has the type of the float32 master weights in its config.
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(target)
+
+
 def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", ".index.json")) or name == MANIFEST
+    return name.endswith((*WEIGHTS, ".index.json")) or name == MANIFEST
