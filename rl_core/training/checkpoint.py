@@ -40,8 +40,10 @@ def save_engine(engine: TrainEngine, store: Store, folder: str, group: dist.Proc
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )
-    state = DefaultStager(options).stage(engine.state())
+    stager = DefaultStager(options)
+    state = stager.stage(engine.state())
     assert not isinstance(state, Future), "staging is over when this returns, or training would change what is saved"
+    stager.close()  # it would keep the copy as long as the weights live, to use its memory again
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = thread.submit(_write, state, store, folder, group)
     thread.shutdown(wait=False)
