@@ -59,7 +59,7 @@ CASES = {
     "dapo": Case(
         "dapo", ("algorithm.overlong_buffer=1", "algorithm.overlong_penalty=0.02", "algorithm.max_generated_batches=2")
     ),
-    "remax": Case("remax", ("data.train_batch_size=32", "rollout.n=8", SMALL_BONUS)),
+    "remax": Case("remax", ("data.train_batch_size=64", "rollout.n=8", SMALL_BONUS)),
 }
 
 
@@ -137,7 +137,8 @@ class Learner:
         config, metrics = self.config(case, seed), list[Metrics]()
 
         def learned() -> bool:
-            last = [each["score/mean"] for each in metrics[-WINDOW:]]
+            # Dynamic sampling leaves solved prompts out of the step's own score.
+            last = [each.get("sampling/generated_score", each["score/mean"]) for each in metrics[-WINDOW:]]
             return len(last) == WINDOW and statistics.mean(last) >= TARGET
 
         def watch(record: dict[str, Any]) -> None:

@@ -23,12 +23,7 @@ class InputError(RollforwardError):
         self.expected, self.seen, self.where, self.fix = expected, seen, where, fix
 
     def __str__(self) -> str:
-        return (
-            f"expected: {self.expected}\n"
-            f"    seen: {self.seen}\n"
-            f"   where: {self.where}\n"
-            f"     fix: {self.fix}"
-        )
+        return f"expected: {self.expected}\n    seen: {self.seen}\n   where: {self.where}\n     fix: {self.fix}"
 
 
 class TrainingError(RollforwardError):

@@ -58,8 +58,14 @@ class Sampler:
                 f"scores, {size // self.config.rollout.n} are needed: the data are too easy or too hard for the model "
                 "(algorithm.max_generated_batches, algorithm.when_too_few_groups)"
             )
-        batch = DataProto.concat([*useful, *flat])[:size]
-        metrics = {"sampling/generated_batches": float(made), "sampling/useful_share": min(found / size, 1.0)}
+        generated = DataProto.concat([*useful, *flat])
+        batch = generated[:size]
+        score = generated.batch["token_level_scores"].sum(-1)[generated.batch["scored"]].mean().item()
+        metrics = {
+            "sampling/generated_batches": float(made),
+            "sampling/generated_score": score,
+            "sampling/useful_share": min(found / size, 1.0),
+        }
         return steps.shaped(batch, self.config), metrics
 
     def _generate(self, step: int, attempt: int, phase: Phases) -> DataProto:

@@ -14,7 +14,8 @@ from rl_core.environment import prepare_environment
 
 if TYPE_CHECKING:
     from support_training import Trained
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from rl_core.training.place import Place
 
 os.environ["OMP_NUM_THREADS"] = "1"
 # Short: sockets of Ray lie below it, and their paths may not be long.
@@ -51,10 +52,13 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def mesh(process_group: None) -> "DeviceMesh":
-    from torch.distributed.device_mesh import init_device_mesh
+def place(process_group: None) -> "Place":
+    """The place of a rank that is alone."""
+    import torch
 
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    from rl_core.training.place import make_place
+
+    return make_place(torch.device("cpu"), 1, 1, 1)
 
 
 @pytest.fixture(scope="session")

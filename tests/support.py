@@ -1,25 +1,27 @@
 """Parts that tests of several folders are put together from; also imported by the processes that tests start."""
 
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
-from rl_core.config.schema import ActorConfig, OptimConfig, RunConfig, TinyModelConfig
+from rl_core.config.schema import ActorConfig, EngineConfig, OptimConfig, RunConfig, TinyModelConfig
 from rl_core.data.protocol import DataProto
-from rl_core.models.load import PolicyModel, load_causal_lm
+from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm
 from rl_core.models.tiny import save_tiny_model
+from rl_core.models.weights import load_weights
 from rl_core.rollout.agent_loop import Trajectory, to_batch
 from rl_core.storage import Store
 from rl_core.training.checkpoint import save_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
+from rl_core.training.place import Place
 
 CPU = torch.device("cpu")
+ALONE = Place(CPU, None, None)  # type: ignore[arg-type]
 WIDTH = 8
 # Prompt and response tokens of each row; the first half is much longer, so that ranks need different numbers of
 # micro-batches.
@@ -37,12 +39,26 @@ def save_sharp_model(folder: Path) -> None:
 
 
 def policy_engine(
-    path: Path, mesh: DeviceMesh, optim: OptimConfig | None = None, max_tokens: int = 4096, updates: int = 10
-) -> tuple[TrainEngine, PreTrainedModel]:
-    """A policy engine from a checkpoint, and its Hugging Face model."""
-    policy = PolicyModel(load_causal_lm(path))
-    engine = TrainEngine(policy, cast(PreTrainedModel, policy.hf), mesh, CPU, "float32", optim, updates, max_tokens)
-    return engine, policy.hf
+    path: Path,
+    place: Place,
+    optim: OptimConfig | None = None,
+    max_tokens: int = 4096,
+    updates: int = 10,
+    config: EngineConfig | None = None,
+    dtype: str = "float32",
+) -> TrainEngine:
+    """A policy engine from a checkpoint."""
+    policy = PolicyModel(empty_causal_lm(path))
+    return TrainEngine(policy, path, place, config or EngineConfig(), dtype, optim, updates, max_tokens)
+
+
+Module = TypeVar("Module", PolicyModel, ValueModel)
+
+
+def loaded(module: Module, path: Path) -> Module:
+    """A module of this process alone, unsharded, with the weights of a checkpoint."""
+    load_weights(module, cast(PreTrainedModel, module.hf), path, CPU)
+    return module
 
 
 def rows_of(lengths: list[tuple[int, int]], seed: int = 0) -> DataProto:

@@ -118,7 +118,11 @@ def test_groups_of_equal_scores_are_dropped_and_refilled() -> None:
     made = sampler(Scorer(useful), actor, algorithm=DYNAMIC)
     batch, metrics = made.batch(1, Phases())
     assert rows_in(batch) == [probe[1]] * N + [probe[4]] * N
+    # Six prompts of three responses were scored, and in the two useful groups some of them 0.
+    score = metrics.pop("sampling/generated_score")
     assert metrics == {"sampling/generated_batches": 3.0, "sampling/useful_share": 1.0}
+    kept = batch.batch["token_level_scores"].sum(-1)
+    assert score == pytest.approx((4 * N + kept.sum().item()) / (6 * N))
     assert made.loader.consumed == 6, "the loader stands behind all prompts that were used"
     assert len(set(actor.seeds)) == 3 * 2 * N, "a refill repeats another one's random numbers"
     uid = batch.non_tensor_batch["uid"].tolist()
@@ -138,7 +142,7 @@ def test_at_the_cap_the_batch_is_filled_with_equal_groups() -> None:
     made = sampler(Scorer({probe[5]}), algorithm=DYNAMIC)
     batch, metrics = made.batch(1, Phases())
     assert rows_in(batch) == [probe[5]] * N + [probe[0]] * N
-    assert metrics == {"sampling/generated_batches": 4.0, "sampling/useful_share": 0.5}
+    assert metrics["sampling/generated_batches"] == 4.0 and metrics["sampling/useful_share"] == 0.5
 
 
 def test_at_the_cap_the_run_may_stop_instead() -> None:

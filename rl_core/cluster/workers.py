@@ -6,16 +6,14 @@ rollout engine, which gets the new weights pushed.
 
 import gc
 import os
+import statistics
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import cast
 
 import ray
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
@@ -23,7 +21,7 @@ from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.metrics import Metrics
-from rl_core.models.load import PolicyModel, ValueModel, load_causal_lm, stop_tokens
+from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
 from rl_core.rollout.agent_loop import run_trajectories
 from rl_core.rollout.engine import RolloutEngine, Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
@@ -31,6 +29,7 @@ from rl_core.storage import Store
 from rl_core.training.checkpoint import export_model, load_engine, save_engine
 from rl_core.training.engine import LossFunction, TrainEngine
 from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
+from rl_core.training.place import make_place
 
 # From a mini-batch and its counts of tokens and sequences: the mini-batch with what its loss needs, and the loss.
 LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
@@ -65,8 +64,11 @@ class Worker:
         else:
             torch.set_num_threads(self.config.trainer.threads_per_rank)
         store = self._meeting if rank == 0 else dist.TCPStore(host, port, is_master=False)
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
-        self.mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
+        # What lies in the machine's memory is exchanged over gloo also where the device has NCCL.
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        engine = self.config.engine
+        self.place = make_place(self.device, world_size, self.config.shard_size, engine.sequence_parallel_size)
         self.save_group = dist.new_group(backend="gloo")
 
     @register(Dispatch.ONE_TO_ALL)
@@ -75,13 +77,13 @@ class Worker:
         self.saved.result()
 
     def _train_engine(
-        self, module: PolicyModel | ValueModel, optim: OptimConfig | None, total_updates: int
+        self, module: PolicyModel | ValueModel, source: Path, optim: OptimConfig | None, total_updates: int
     ) -> TrainEngine:
         return TrainEngine(
             module,
-            cast(PreTrainedModel, module.hf),
-            self.mesh,
-            self.device,
+            source,
+            self.place,
+            self.config.engine,
             self.config.model.dtype,
             optim,
             total_updates,
@@ -91,24 +93,21 @@ class Worker:
     def _train(self, engine: TrainEngine, data: DataProto, epochs: int, loss_of: LossOf, *args: float) -> Metrics:
         """All epochs over this rank's share of the step's mini-batches.
 
-        Metrics are averaged over the updates; `first_loss` is that of the first one, whose weights are still those
-        of the rollouts.
+        Metrics are averaged over the updates that were made; `first_loss` is that of the first one, whose weights are
+        still those of the rollouts, and `skipped_updates` the number of those left out.
         """
         minis = data.chunk(self.config.data.train_batch_size // self.config.mini_batch_size)
-        sums: Metrics = {}
-        for epoch in range(epochs):
-            for place, mini in enumerate(minis):
+        updates: list[Metrics] = []
+        for _ in range(epochs):
+            for mini in minis:
                 counts = torch.tensor(
                     [mini.batch["response_mask"].sum(), float(len(mini))], dtype=torch.float64, device=self.device
                 )
                 dist.all_reduce(counts)
+                counts /= self.config.engine.sequence_parallel_size  # ranks that share sequences have the same rows
                 mini, loss_function = loss_of(mini, *counts.tolist())
-                metrics = engine.train_mini_batch(mini, loss_function, *args)
-                if epoch == place == 0:
-                    sums["first_loss"] = metrics["loss"] * epochs * len(minis)
-                for name, value in metrics.items():
-                    sums[name] = sums.get(name, 0.0) + value
-        return {name: value / (epochs * len(minis)) for name, value in sums.items()}
+                updates.append(engine.train_mini_batch(mini, loss_function, *args))
+        return mean_of_updates(updates)
 
 
 class ActorRolloutRefWorker(Worker):
@@ -122,16 +121,15 @@ class ActorRolloutRefWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, path: str, optim: OptimConfig, total_updates: int, reference: bool) -> None:
         """Builds actor, optimizer and, if asked for, the reference from the checkpoint at `path`."""
-        for name in ("actor", "reference", "policy", "sharding"):
+        for name in ("actor", "reference", "sharding"):
             self.__dict__.pop(name, None)
         gc.collect()  # the old weights go before the new ones come
         self.source = Path(path)
         self.temperature = self.config.rollout.temperature
         self.stop_token_ids = stop_tokens(self.source)
-        self.policy = PolicyModel(load_causal_lm(path))
-        self.actor = self._train_engine(self.policy, optim, total_updates)
+        self.actor = self._train_engine(self._policy(), self.source, optim, total_updates)
         if reference:
-            self.reference = self._train_engine(PolicyModel(load_causal_lm(path)), None, 0)
+            self.reference = self._train_engine(self._policy(), self.source, None, 0)
         length = self.config.data.max_prompt_length + self.config.data.max_response_length
         if "rollout" not in self.__dict__:
             from rl_core.rollout.vllm import VLLMEngine
@@ -140,12 +138,14 @@ class ActorRolloutRefWorker(Worker):
             self.rollout.sleep()
         self.sharding = ShardingManager(
             self.actor,
-            cast(PreTrainedModel, self.policy.hf),
             self.rollout,
             self.config.model.dtype,
             self.config.rollout.canary_tolerance,
             length,
         )
+
+    def _policy(self) -> PolicyModel:
+        return PolicyModel(empty_causal_lm(self.source), self.config.engine.compile)
 
     @register(Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> float:
@@ -173,7 +173,9 @@ class ActorRolloutRefWorker(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` [B, R] of the responses under the reference."""
-        return DataProto({"ref_log_prob": self.reference.compute(data, self.temperature)[0]}, {}, {})
+        log_probs = self.reference.compute(data, self.temperature)[0]
+        self.reference.park()
+        return DataProto({"ref_log_prob": log_probs}, {}, {})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> Metrics:
@@ -191,6 +193,7 @@ class ActorRolloutRefWorker(Worker):
         """One optimizer step of cross-entropy on the given responses."""
         tokens = data.batch["response_mask"].sum().to(self.device, torch.float64)
         dist.all_reduce(tokens)
+        tokens /= self.config.engine.sequence_parallel_size
         return self.actor.train_mini_batch(data, supervised_loss(tokens.item()), 1.0)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -206,9 +209,7 @@ class ActorRolloutRefWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def export(self, store: Store, folder: str) -> None:
         """Writes the actor as an ordinary Hugging Face folder into the store."""
-        export_model(
-            self.actor, cast(PreTrainedModel, self.policy.hf), self.config.model.dtype, self.source, store, folder
-        )
+        export_model(self.actor, self.config.model.dtype, self.source, store, folder)
 
 
 class CriticWorker(Worker):
@@ -217,7 +218,7 @@ class CriticWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, path: str, optim: OptimConfig, total_updates: int) -> None:
         """Builds the value model from the policy's checkpoint at `path`, with a new head."""
-        self.critic = self._train_engine(ValueModel(load_causal_lm(path)), optim, total_updates)
+        self.critic = self._train_engine(ValueModel(empty_causal_lm(path)), Path(path), optim, total_updates)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
@@ -228,9 +229,11 @@ class CriticWorker(Worker):
     def update_critic(self, data: DataProto) -> Metrics:
         """All optimizer steps of one step on the value loss; returns metrics."""
         config = self.config.critic
-        return self._train(
+        metrics = self._train(
             self.critic, data, config.ppo_epochs, lambda mini, tokens, _: (mini, value_loss(config, tokens))
         )
+        self.critic.park()
+        return metrics
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, store: Store, folder: str) -> None:
@@ -241,3 +244,12 @@ class CriticWorker(Worker):
     def load_checkpoint(self, store: Store, folder: str) -> None:
         """Puts the state in `folder` into the critic."""
         load_engine(self.critic, store, f"{folder}/critic")
+
+
+def mean_of_updates(updates: list[Metrics]) -> Metrics:
+    """Mean of each metric over the optimizer steps that were made, the number of the others, the first one's loss."""
+    made = [metrics for metrics in updates if not metrics["skipped_updates"]]
+    means = {name: statistics.fmean(metrics[name] for metrics in made) for name in (made[0] if made else {})}
+    if "loss" in updates[0]:
+        means["first_loss"] = updates[0]["loss"]
+    return {**means, "skipped_updates": float(len(updates) - len(made))}

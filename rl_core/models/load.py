@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rl_core.errors import InputError
-from rl_core.models.attention import ATTENTION, Layout, layout_of
-
-# Tokens whose logits exist at one time: [2048, vocabulary] instead of [tokens, vocabulary].
-LOGIT_CHUNK = 2048
+from rl_core.models.attention import ATTENTION, Layout, layout_of, to_device
+from rl_core.models.log_probs import ChunkedLogProbs
+from rl_core.models.sequence_parallel import SequenceParallel
 
 
 def check_model_folder(path: str) -> Path:
@@ -54,11 +58,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_causal_lm(path: str | Path) -> PreTrainedModel:
-    """The checkpoint in float32 on the CPU, with packed attention."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
-    )
+def empty_causal_lm(path: str | Path) -> PreTrainedModel:
+    """The checkpoint's model with packed attention and float32 parameters that have shapes but neither memory nor
+    values; `rl_core.models.weights.load_weights` gives it both."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION
+        )
+    # The exported model generates as the given one does.
+    if model.can_generate() and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     # A model without dropout gives the same log-probs in every call, which the ratio at the first update needs.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -78,48 +88,54 @@ def stop_tokens(path: str | Path) -> tuple[int, ...]:
 
 
 class Packed:
-    """B sequences in one row: `input_ids` and `position_ids` [1, T], and the layout that keeps them apart."""
+    """B sequences in one row: `ids_T` [T], this rank's part of them as `input_ids` and `position_ids` [1, T/S], and the
+    layout that keeps the sequences apart. With sequence parallelism over S ranks a short sequence of padding makes the
+    row divisible."""
 
-    def __init__(self, sequences: list[Tensor], device: torch.device) -> None:
+    def __init__(self, sequences: list[Tensor], device: torch.device, parallel: SequenceParallel | None = None) -> None:
+        missing = -sum(map(len, sequences)) % (parallel.size if parallel else 1)
+        if missing:
+            sequences = [*sequences, torch.zeros(missing, dtype=torch.long)]
         lengths = [len(sequence) for sequence in sequences]
-        self.input_ids = torch.cat(sequences).unsqueeze(0).to(device)
-        self.position_ids = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0).to(device)
-        self.layout: Layout = layout_of(lengths, device)
+        self.ids_T = to_device(torch.cat(sequences), device)
+        positions_T = to_device(torch.cat([torch.arange(n) for n in lengths]), device)
+        self.parallel, self.own = parallel, parallel.own(sum(lengths)) if parallel else slice(0, sum(lengths))
+        self.input_ids, self.position_ids = self.ids_T[None, self.own], positions_T[None, self.own]
+        self.layout: Layout = layout_of(lengths, device, parallel)
 
+    def hidden_states(self, model: PreTrainedModel, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the target tokens that are this rank's: the last hidden states before them [n, D] and their ids [n]; and
+        which of the target tokens they are [N], unless they are all."""
+        output = model(
+            input_ids=self.input_ids, position_ids=self.position_ids, layout=self.layout, use_cache=False
+        ).last_hidden_state[0]
+        before_N = target_N - 1
+        if self.parallel is None:
+            return output[before_N], self.ids_T[target_N], None
+        own_N = (before_N >= self.own.start) & (before_N < self.own.stop)
+        return output[before_N[own_N] - self.own.start], self.ids_T[target_N[own_N]], own_N
 
-def _hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
-    output = model.base_model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, layout=packed.layout, use_cache=False
-    )
-    return output.last_hidden_state[0]
+    def gather(self, values_n: Tensor, own_N: Tensor | None) -> Tensor:
+        """The values of all target tokens [N] from this rank's."""
+        return values_n if self.parallel is None or own_N is None else self.parallel.gather(values_n, own_N)
 
 
 class PolicyModel(nn.Module):
     """Log-probs, entropies and Σπ² of chosen tokens; logits exist only a chunk at a time."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, compiled: bool = False) -> None:
         super().__init__()
         self.hf: PreTrainedModel = model
+        self._log_probs = ChunkedLogProbs(compiled)
 
     def forward(self, packed: Packed, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Of the packed tokens at indices `target_N` [N], given those before them, each [N] float32: log-prob, entropy
         and Σ_v π_v² of the distribution."""
-        hidden_ND = _hidden_states(self.hf, packed)[target_N - 1]
-        label_N = packed.input_ids[0, target_N]
-        chunks = [
-            checkpoint(self._chunk, hidden, label, temperature, use_reentrant=False)
-            for hidden, label in zip(hidden_ND.split(LOGIT_CHUNK), label_N.split(LOGIT_CHUNK), strict=True)
-        ]
-        log_probs, entropies, squares = zip(*chunks, strict=True)
-        return torch.cat(log_probs), torch.cat(entropies), torch.cat(squares)
-
-    def _chunk(self, hidden_ND: Tensor, label_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        logits_NV = self.hf.get_output_embeddings()(hidden_ND).float() / temperature
-        log_probs_NV = F.log_softmax(logits_NV, dim=-1)
-        probs_NV = log_probs_NV.exp()
-        entropy_N = -(probs_NV * log_probs_NV).sum(-1)
-        square_N = probs_NV.detach().square().sum(-1)
-        return log_probs_NV.gather(1, label_N[:, None]).squeeze(1), entropy_N, square_N
+        hidden_nD, label_n, own_N = packed.hidden_states(cast(PreTrainedModel, self.hf.base_model), target_N)
+        head = cast(nn.Linear, self.hf.get_output_embeddings())
+        values = self._log_probs(hidden_nD, head.weight, label_n, temperature)
+        log_prob_N, entropy_N, square_N = (packed.gather(each, own_N) for each in values)
+        return log_prob_N, entropy_N, square_N
 
 
 class ValueModel(nn.Module):
@@ -128,13 +144,10 @@ class ValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.hf = cast(PreTrainedModel, model.base_model)
-        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
-        nn.init.zeros_(self.value_head.weight)
+        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, device="meta")
 
     def forward(self, packed: Packed, target_N: Tensor) -> Tensor:
         """Values [N], float32, of the states before the packed tokens at indices `target_N` [N]."""
-        hidden_ND = self.hf(
-            input_ids=packed.input_ids, position_ids=packed.position_ids, layout=packed.layout, use_cache=False
-        ).last_hidden_state[0][target_N - 1]
+        hidden_nD, _, own_N = packed.hidden_states(self.hf, target_N)
         # A copy, because FSDP2 warns of outputs that are views.
-        return self.value_head(hidden_ND).float().squeeze(1).clone()
+        return packed.gather(self.value_head(hidden_nD).float().squeeze(1), own_N).clone()

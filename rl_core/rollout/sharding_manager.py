@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
@@ -19,19 +18,18 @@ class ShardingManager:
     def __init__(
         self,
         actor: TrainEngine,
-        model: PreTrainedModel,
         rollout: RolloutEngine,
         dtype: str,
         tolerance: float,
         max_length: int,
     ) -> None:
         """`max_length` is the longest sequence that both sides take, in tokens."""
-        self.actor, self.model, self.rollout = actor, model, rollout
+        self.actor, self.rollout = actor, rollout
         self.dtype, self.tolerance = DTYPES[dtype], tolerance
         generator = torch.Generator().manual_seed(0)
         # The rollout engine samples one more token behind the canary.
         tokens = min(CANARY_TOKENS, max_length - 1)
-        vocab_size = model.config.get_text_config().vocab_size
+        vocab_size = actor.model.config.get_text_config().vocab_size
         self._canary_ids = torch.randint(0, vocab_size, (tokens,), generator=generator).tolist()
 
     def push(self, version: int) -> float:
@@ -42,8 +40,9 @@ class ShardingManager:
         """
         # The canary's forward comes first: on CUDA its activations are gone before the engine takes its memory.
         expected = self._trainer_log_probs()
-        weights = ((name, tensor.to(self.dtype)) for name, tensor in self.actor.full_parameters(self.model))
+        weights = ((name, tensor.to(self.dtype)) for name, tensor in self.actor.full_parameters())
         self.rollout.update_weights(weights, version)
+        self.actor.park()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.rollout.wake_up()

@@ -91,15 +91,14 @@ def _real_cause(path: str, writing: bool = False) -> Iterator[None]:
             raise TransientError(f"a rank was lost while a checkpoint was read or written: {error}") from error
 
 
-def export_model(
-    engine: TrainEngine, model: PreTrainedModel, dtype: str, source: Path, store: Store, folder: str
-) -> None:
+def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, folder: str) -> None:
     """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer and templates.
 
     Args:
         source: the folder that the model came from, whose tokenizer and templates go along.
     """
-    weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters(model)}
+    model = engine.model
+    weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters()}
     if dist.get_rank() == 0:
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
             weights.pop("lm_head.weight", None)

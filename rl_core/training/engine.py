@@ -4,35 +4,30 @@ The same code runs with one rank and with many. Losses arrive already divided by
 gradient is the same for every split into micro-batches and over ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rl_core.config.schema import OptimConfig
+from rl_core.config.schema import EngineConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
+from rl_core.models.load import PolicyModel, ValueModel
+from rl_core.models.weights import load_weights
 from rl_core.training.optimizer import build_optimizer, learning_rate
 from rl_core.training.packing import micro_batches
+from rl_core.training.place import Place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # From the outputs [b, R] of a micro-batch and its rows: the loss and metrics, each a share of the mini-batch's total.
 LossFunction = Callable[[tuple[Tensor, ...], DataProto], tuple[Tensor, dict[str, Tensor]]]
-
-
-def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shards layer by layer over the mesh; computes in `dtype`, keeps weights and reduces gradients in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = set(model._no_split_modules or [])
-    for child in module.modules():
-        if type(child).__name__ in layers:
-            fully_shard(child, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 class TrainEngine:
@@ -40,27 +35,61 @@ class TrainEngine:
 
     def __init__(
         self,
-        module: nn.Module,
-        model: PreTrainedModel,
-        mesh: DeviceMesh,
-        device: torch.device,
+        module: PolicyModel | ValueModel,
+        source: Path,
+        place: Place,
+        config: EngineConfig,
         dtype: str,
         optim: OptimConfig | None,
         total_updates: int,
         max_tokens: int,
     ) -> None:
-        self.device, self.max_tokens = device, max_tokens
-        self.module = module.to(device)
-        shard(self.module, model, mesh, DTYPES[dtype])
-        self.optim_config, self.total_updates, self.updates = optim, total_updates, 0
-        self.optimizer = build_optimizer(self.module, optim) if optim else None
+        """Loads the module, which has shapes only, from the folder `source`; all ranks take part.
+
+        Args:
+            total_updates: optimizer steps of the whole run, for the schedule of the learning rate.
+            max_tokens: packed tokens of a micro-batch.
+        """
+        self.place, self.device, self.max_tokens = place, place.device, max_tokens
+        self.module, self.model = module, cast(PreTrainedModel, module.hf)
+        on_gpu = self.device.type == "cuda"
+        always = config.offload == "always" or (optim is None and config.reference_offload)
+        self._offloaded, self._parks = on_gpu and always, on_gpu and config.offload == "idle"
+        self._parked = False
+        if config.activation_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self._shard(DTYPES[dtype], config.compile)
+        load_weights(module, self.model, source, torch.device("cpu") if self._offloaded else self.device)
+        if self._offloaded:
+            for part in module.modules():
+                for name, buffer in part.named_buffers(recurse=False):
+                    setattr(part, name, buffer.to(self.device))
+        self.optim_config, self.total_updates, self.updates, self.skipped = optim, total_updates, 0, 0
+        self.optimizer = build_optimizer(module, optim) if optim else None
+
+    def _shard(self, dtype: torch.dtype, compiled: bool) -> None:
+        """Layer by layer over the mesh; computes in `dtype`, keeps weights and reduces gradients in float32."""
+        options: dict[str, Any] = {
+            "mesh": self.place.mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        }
+        if self._offloaded:
+            options["offload_policy"] = CPUOffloadPolicy()
+        layers = set(self.model._no_split_modules or [])
+        for child in self.module.modules():
+            if type(child).__name__ in layers:
+                if compiled:
+                    child.compile()
+                fully_shard(child, **options)
+        fully_shard(self.module, **options)
 
     @torch.no_grad()
     def compute(self, rows: DataProto, *args: float) -> tuple[Tensor, ...]:
         """The module's outputs for all response tokens, each [B, R] float32 on the CPU."""
+        self._unpark()
         self.module.eval()
         outputs: list[Tensor] = []
-        for indices, micro in micro_batches(rows, self.max_tokens, self.device):
+        for indices, micro in micro_batches(rows, self.max_tokens, self.place):
             for k, values_N in enumerate(_as_tuple(self.module(micro.packed, micro.target_N, *args))):
                 if k == len(outputs):
                     outputs.append(torch.zeros(rows.batch["responses"].shape))
@@ -71,44 +100,94 @@ class TrainEngine:
     def train_mini_batch(self, rows: DataProto, loss_function: LossFunction, *args: float) -> dict[str, float]:
         """One optimizer step on this rank's rows of a mini-batch; returns metrics that are the same on all ranks.
 
-        Raises TrainingError when the gradient is not finite; the weights are then unchanged.
+        A step whose gradient is not finite is left out: weights, moments and schedule stay, and the only metric is
+        `skipped_updates` 1. Raises TrainingError when that happens more often in a row than the config allows.
         """
         assert self.optimizer is not None and self.optim_config is not None
+        self._unpark()
         self.module.train()
         totals: dict[str, Tensor] = {}
-        for _, micro in micro_batches(rows, self.max_tokens, self.device):
+        for _, micro in micro_batches(rows, self.max_tokens, self.place):
             outputs = tuple(micro.pad(v) for v in _as_tuple(self.module(micro.packed, micro.target_N, *args)))
             loss, shares = loss_function(outputs, micro.rows)
-            # FSDP averages gradients over the ranks; the loss is a share of a global mean and wants their sum.
+            # FSDP averages gradients over the ranks; the loss is a share of a global mean and wants their sum. Ranks
+            # that share sequences have the same loss and a part of its gradient each, whose sum is wanted likewise.
             (loss * dist.get_world_size()).backward()
             for name, share in {**shares, "loss": loss}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + share.detach().float()
-        grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.optim_config.grad_clip)
-        grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        if not torch.isfinite(grad_norm):
-            self.optimizer.zero_grad()
-            raise TrainingError(f"the gradient of optimizer step {self.updates} is not finite ({grad_norm.item()})")
+        norm = self._clip(self.optim_config.grad_clip)
         lr = learning_rate(self.optim_config, self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # The optimizer itself looks at `found_inf` and then does nothing: asking here would make the device wait.
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.updates += 1
-        return {**sum_over_ranks(totals), "grad_norm": grad_norm.item(), "lr": lr}
+        grad_norm = norm.item()
+        if not math.isfinite(grad_norm):
+            return self._skip(grad_norm)
+        self.updates, self.skipped = self.updates + 1, 0
+        sharing = self.place.parallel.size if self.place.parallel else 1
+        metrics = {name: value / sharing for name, value in sum_over_ranks(totals).items()}
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
 
-    def full_parameters(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    def _clip(self, most: float) -> Tensor:
+        """Scales the gradient to a global L2 norm of at most `most`; returns the norm before, a scalar."""
+        # On the shards themselves: on distributed tensors each of these operations costs milliseconds.
+        gradients = [_local(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square, group=self.place.mesh.get_group("shard"))
+        norm = square.sqrt()
+        torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _skip(self, grad_norm: float) -> dict[str, float]:
+        assert self.optim_config is not None
+        self.skipped += 1
+        if self.skipped > self.optim_config.max_skipped_updates:
+            raise TrainingError(
+                f"the gradient of optimizer step {self.updates} is not finite ({grad_norm}), {self.skipped} times in a "
+                f"row (actor.optim.max_skipped_updates or critic.optim.max_skipped_updates)"
+            )
+        return {"skipped_updates": 1.0}
+
+    def park(self) -> None:
+        """Moves weights and optimizer states to the machine's memory until they are used again, if so configured."""
+        if self._parks and not self._parked:
+            self._move(torch.device("cpu"))
+            self._parked = True
+            torch.cuda.empty_cache()
+
+    def _unpark(self) -> None:
+        if self._parked:
+            self._move(self.device)
+            self._parked = False
+
+    def _move(self, device: torch.device) -> None:
+        self.module.to(device)
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state.update({name: value.to(device) for name, value in state.items()})
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of each weight of the Hugging Face model, one at a time; all ranks take part."""
-        for name, parameter in model.named_parameters():
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        self._unpark()
+        for name, parameter in self.model.named_parameters():
+            yield name, self._whole(parameter)
+        output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if output is not None and output.weight is embedding.weight:
             # Tied weights are listed once; a rollout engine that is not told about the head keeps its old copy.
-            yield "lm_head.weight", embedding.weight.full_tensor()  # type: ignore[union-attr,operator]
+            yield "lm_head.weight", self._whole(cast(nn.Parameter, embedding.weight))
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        whole = parameter.detach().to(self.device)
+        return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
     def state(self) -> dict[str, dict[str, Tensor] | Tensor]:
         """Weights, Adam moments and number of updates, as (sharded) tensors only, in the layout of a checkpoint."""
         assert self.optimizer is not None
-        state: dict[str, dict[str, Tensor] | Tensor] = {"updates": torch.tensor(self.updates)}
+        counts = torch.tensor([self.updates, self.skipped])
+        state: dict[str, dict[str, Tensor] | Tensor] = {"counts": counts}
         named = dict(self.module.named_parameters())
         state["model"] = {name: parameter.detach() for name, parameter in named.items()}
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -121,15 +200,19 @@ class TrainEngine:
     def load_state(self, state: dict[str, dict[str, Tensor] | Tensor]) -> None:
         """Takes over what `state` gave, possibly resharded; the tensors of the weights are already in place."""
         assert self.optimizer is not None
-        updates, moments_1, moments_2 = state["updates"], state["exp_avg"], state["exp_avg_sq"]
-        assert isinstance(updates, Tensor) and isinstance(moments_1, dict) and isinstance(moments_2, dict)
-        self.updates = int(updates)
+        counts, moments_1, moments_2 = state["counts"], state["exp_avg"], state["exp_avg_sq"]
+        assert isinstance(counts, Tensor) and isinstance(moments_1, dict) and isinstance(moments_2, dict)
+        self.updates, self.skipped = counts.tolist()
         for name, parameter in self.module.named_parameters():
             self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(self.updates)),
+                "step": torch.tensor(float(self.updates), device=parameter.device),
                 "exp_avg": moments_1[name],
                 "exp_avg_sq": moments_2[name],
             }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -52,7 +52,7 @@ def policy_loss(config: RunConfig, tokens: float, sequences: float) -> LossFunct
 
     def loss_function(outputs: Outputs, rows: DataProto) -> tuple[Tensor, Shares]:
         log_prob_BR, entropy_BR = outputs[0], outputs[1]
-        on = {name: rows.batch[name].to(log_prob_BR.device) for name in _POLICY_FIELDS if name in rows.batch}
+        on = rows.batch
         mask_BR, old_BR = on["response_mask"], on["old_log_probs"]
 
         def total(values_BR: Tensor, mode: str = "token-mean") -> Tensor:
@@ -110,9 +110,7 @@ def value_loss(config: CriticConfig, tokens: float) -> LossFunction:
 
     def loss_function(outputs: Outputs, rows: DataProto) -> tuple[Tensor, Shares]:
         (values_BR,) = outputs
-        mask_BR, old_BR, returns_BR = (
-            rows.batch[name].to(values_BR.device) for name in ("response_mask", "values", "returns")
-        )
+        mask_BR, old_BR, returns_BR = (rows.batch[name] for name in ("response_mask", "values", "returns"))
         loss_BR, clipped_BR = clipped_value_loss(values_BR, old_BR, returns_BR, config.cliprange_value)
         loss, value, clip_frac = (
             aggregate_loss(x_BR, mask_BR, "token-mean", tokens, 1) for x_BR in (loss_BR, values_BR, clipped_BR)
@@ -127,10 +125,7 @@ def supervised_loss(tokens: float) -> LossFunction:
 
     def loss_function(outputs: Outputs, rows: DataProto) -> tuple[Tensor, Shares]:
         log_prob_BR = outputs[0]
-        mask_BR = rows.batch["response_mask"].to(log_prob_BR.device)
+        mask_BR = rows.batch["response_mask"]
         return aggregate_loss(-log_prob_BR, mask_BR, "token-mean", tokens, 1), {}
 
     return loss_function
-
-
-_POLICY_FIELDS = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "weights", "selected_BR")

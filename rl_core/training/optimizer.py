@@ -9,10 +9,9 @@ from rl_core.config.schema import OptimConfig
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; the learning rate is set before every update by `learning_rate`."""
-    return torch.optim.AdamW(
-        module.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
-    )
+    """AdamW in one kernel over all parameters that train; `learning_rate` gives the rate before every update."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, config.lr, config.betas, weight_decay=config.weight_decay, fused=True)
 
 
 def learning_rate(config: OptimConfig, update: int, total: int) -> float:

@@ -13,7 +13,9 @@ from torch import Tensor
 from rl_core.data.balance import balanced_parts
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
+from rl_core.models.attention import to_device
 from rl_core.models.load import Packed
+from rl_core.training.place import Place
 
 
 def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -25,9 +27,8 @@ def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
     longest = max(lengths)
     groups = _within_budget(lengths, max_tokens) if longest <= max_tokens else []
     # FSDP gathers weights in every forward, so ranks must run the same number of them, or none at all.
-    wanted = torch.tensor([len(groups), longest])
+    wanted = torch.tensor([len(groups), longest])  # on the CPU also where there are GPUs, which need not wait for it
     if dist.is_initialized():
-        wanted = wanted.to("cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
     agreed, longest = wanted.tolist()
     if longest > max_tokens:
@@ -61,21 +62,24 @@ def _sum(lengths: list[int], rows: list[int]) -> int:
 
 
 class MicroBatch:
-    """Some rows of a batch, packed; `target_N` are the indices of all response tokens in the packed row."""
+    """Some rows of a batch, on the device and packed; `target_N` are the indices of all response tokens in the packed
+    row."""
 
-    def __init__(self, rows: DataProto, device: torch.device) -> None:
-        self.rows = rows
+    def __init__(self, rows: DataProto, place: Place) -> None:
         prompts, responses = rows.batch["prompts"], rows.batch["responses"]
         prompt_length_B, length_B = rows.batch["prompt_length"], rows.batch["response_length"]
         sequences = [
             torch.cat([prompts[i, : prompt_length_B[i]], responses[i, : length_B[i]]]) for i in range(len(rows))
         ]
-        self.packed = Packed(sequences, device)
+        self.packed = Packed(sequences, place.device, place.parallel)
         total_B = prompt_length_B + length_B
         first_B = total_B.cumsum(0) - total_B + prompt_length_B
         place_R = torch.arange(responses.shape[1])
-        self._real_BR = (place_R < length_B[:, None]).to(device)
-        self.target_N = (first_B[:, None] + place_R).to(device)[self._real_BR]
+        real_BR = place_R < length_B[:, None]
+        self._real_BR = to_device(real_BR, place.device)
+        self.target_N = to_device((first_B[:, None] + place_R)[real_BR], place.device)
+        tensors = {name: to_device(tensor, place.device) for name, tensor in rows.batch.items()}
+        self.rows = DataProto(tensors, rows.non_tensor_batch, rows.meta_info)
 
     def pad(self, values_N: Tensor) -> Tensor:
         """Values of the response tokens [N] as [B, R], 0 behind the end of a response."""
@@ -83,8 +87,8 @@ class MicroBatch:
         return padded_BR.masked_scatter(self._real_BR, values_N)
 
 
-def micro_batches(rows: DataProto, max_tokens: int, device: torch.device) -> Iterator[tuple[list[int], MicroBatch]]:
+def micro_batches(rows: DataProto, max_tokens: int, place: Place) -> Iterator[tuple[list[int], MicroBatch]]:
     """The rows in micro-batches of at most `max_tokens` tokens, with each one's row indices."""
     lengths = (rows.batch["prompt_length"] + rows.batch["response_length"]).tolist()
     for indices in split_by_tokens(lengths, max_tokens):
-        yield indices, MicroBatch(rows[indices], device)
+        yield indices, MicroBatch(rows[indices], place)

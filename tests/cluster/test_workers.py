@@ -5,25 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 from support import LENGTHS, plain_log_probs, policy_engine, rows_of
-from torch.distributed.device_mesh import DeviceMesh
 
 from rl_core.cluster.workers import ActorRolloutRefWorker
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
+from rl_core.training.place import Place
 
 TEMPERATURE = 0.7
 OPTIM = OptimConfig(lr=1e-3, grad_clip=1e9)
 
 
-def actor(model: Path, mesh: DeviceMesh, **sections: dict[str, object]) -> ActorRolloutRefWorker:
+def actor(model: Path, place: Place, **sections: dict[str, object]) -> ActorRolloutRefWorker:
     """A worker that has joined the process group and loaded the model."""
     config = RunConfig.model_validate(
         {"rollout": {"temperature": TEMPERATURE, "n": 2}, "data": {"train_batch_size": 4}, **sections}
     )
     worker = ActorRolloutRefWorker(config)
-    worker.mesh, worker.device, worker.temperature = mesh, torch.device("cpu"), config.rollout.temperature
-    worker.actor = policy_engine(model, mesh, OPTIM)[0]
-    worker.reference = policy_engine(model, mesh)[0]
+    worker.place, worker.device, worker.temperature = place, place.device, config.rollout.temperature
+    worker.actor = policy_engine(model, place, OPTIM)
+    worker.reference = policy_engine(model, place)
     return worker
 
 
@@ -32,8 +32,8 @@ def on_policy(worker: ActorRolloutRefWorker, lengths: list[tuple[int, int]] = LE
     return rows.union(worker.compute_log_prob(rows)).union(worker.compute_ref_log_prob(rows))
 
 
-def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, mesh: DeviceMesh) -> None:
-    rows = on_policy(actor(tiny_model, mesh))
+def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, place: Place) -> None:
+    rows = on_policy(actor(tiny_model, place))
     for i, (p, r) in enumerate(LENGTHS[:3]):
         ids = rows.batch["prompts"][i, :p].tolist(), rows.batch["responses"][i, :r].tolist()
         wanted = plain_log_probs(tiny_model, *ids, TEMPERATURE)
@@ -41,8 +41,8 @@ def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, mesh:
     torch.testing.assert_close(rows.batch["ref_log_prob"], rows.batch["old_log_probs"], rtol=0, atol=1e-6)
 
 
-def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model: Path, mesh: DeviceMesh) -> None:
-    batch = on_policy(actor(tiny_model, mesh)).batch
+def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model: Path, place: Place) -> None:
+    batch = on_policy(actor(tiny_model, place)).batch
     on = torch.arange(batch["responses"].shape[1]) < batch["response_length"][:, None]
     # Between that of a uniform distribution and 1, and never below the square of the token's own probability.
     assert (batch["sum_pi_squared"][on] >= 1 / 64).all() and (batch["sum_pi_squared"][on] <= 1).all()
@@ -51,17 +51,17 @@ def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "kl_cov", "clip_cov", "dppo_tv"])
-def test_the_first_update_is_on_policy(tiny_model: Path, mesh: DeviceMesh, loss: str) -> None:
+def test_the_first_update_is_on_policy(tiny_model: Path, place: Place, loss: str) -> None:
     """Training computes the very log-probs that advantages came with: nothing is clipped, and the KL is 0."""
-    worker = actor(tiny_model, mesh, actor={"policy_loss": loss, "kl_loss_coef": 0.1, "cov_ratio": 0.1})
+    worker = actor(tiny_model, place, actor={"policy_loss": loss, "kl_loss_coef": 0.1, "cov_ratio": 0.1})
     metrics = worker.update_actor(on_policy(worker))
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["kl_loss"] == pytest.approx(0, abs=1e-6)
     assert metrics.get("clip_frac", 0.0) == 0 and metrics["grad_norm"] > 0
 
 
-def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path, mesh: DeviceMesh) -> None:
-    worker = actor(tiny_model, mesh)
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path, place: Place) -> None:
+    worker = actor(tiny_model, place)
     rows = on_policy(worker)
     good_BR = rows.batch["response_mask"] * (torch.arange(len(rows)) % 2 == 0)[:, None]
     rows.batch["advantages"] = 2 * good_BR - rows.batch["response_mask"]
@@ -71,9 +71,9 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path
     assert (gain_B[:-1] > 0).all(), gain_B  # the last row has no token of the policy's
 
 
-def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Path, mesh: DeviceMesh) -> None:
+def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Path, place: Place) -> None:
     """Row by row and token by token: an advantage on it alone gives a gradient exactly where the mask is 1."""
-    worker = actor(tiny_model, mesh, data={"train_batch_size": 1}, actor={"policy_loss": "gpg"})  # never clips
+    worker = actor(tiny_model, place, data={"train_batch_size": 1}, actor={"policy_loss": "gpg"})  # never clips
     rows = on_policy(worker, [(5, 4), (3, 3)])
     rows.batch["response_mask"] = torch.ones(2, 8) * (torch.arange(8) < torch.tensor([[4], [3]]))
     rows.batch["response_mask"][0, 1:3] = 0  # what a tool wrote

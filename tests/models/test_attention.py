@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import plain_outputs
+from support import loaded, plain_outputs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rl_core.models.attention import layout_of, packed_attention
-from rl_core.models.load import Packed, PolicyModel, load_causal_lm
+from rl_core.models.load import Packed, PolicyModel, empty_causal_lm
 
 # Prompt and response of sequences of different lengths, the shortest not at the end.
 SEQUENCES = [([5, 6, 7, 8, 9], [10, 11, 12]), ([40], [41, 2]), ([20, 21, 33], [9, 9, 9, 1, 60, 4, 31, 2])]
@@ -59,7 +59,7 @@ def packed_outputs(
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_log_probs_and_entropies_are_those_of_single_sequences(folder: Path, temperature: float) -> None:
     model = plain(folder)
-    log_probs, entropies = packed_outputs(PolicyModel(load_causal_lm(folder)), SEQUENCES, temperature)
+    log_probs, entropies = packed_outputs(loaded(PolicyModel(empty_causal_lm(folder)), folder), SEQUENCES, temperature)
     for (prompt, response), log_prob, entropy in zip(SEQUENCES, log_probs, entropies, strict=True):
         wanted_log_prob, wanted_entropy = plain_outputs(model, prompt, response, temperature)
         torch.testing.assert_close(log_prob, wanted_log_prob, rtol=0, atol=5e-6)
@@ -67,7 +67,7 @@ def test_packed_log_probs_and_entropies_are_those_of_single_sequences(folder: Pa
 
 
 def test_packed_gradients_are_those_of_single_sequences(folder: Path) -> None:
-    model, policy = plain(folder), PolicyModel(load_causal_lm(folder))
+    model, policy = plain(folder), loaded(PolicyModel(empty_causal_lm(folder)), folder)
     sum(part.sum() for part in packed_outputs(policy, SEQUENCES, 0.7)[0]).backward()  # type: ignore[union-attr]
     for prompt, response in SEQUENCES:
         plain_outputs(model, prompt, response, 0.7)[0].sum().backward()
@@ -77,7 +77,7 @@ def test_packed_gradients_are_those_of_single_sequences(folder: Path) -> None:
 
 
 def test_a_neighbours_tokens_move_nothing(folder: Path) -> None:
-    policy = PolicyModel(load_causal_lm(folder))
+    policy = loaded(PolicyModel(empty_causal_lm(folder)), folder)
     changed = [SEQUENCES[0], ([1], [3, 50]), SEQUENCES[2]]
     before, after = packed_outputs(policy, SEQUENCES, 1.0)[0], packed_outputs(policy, changed, 1.0)[0]
     assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
@@ -85,7 +85,7 @@ def test_a_neighbours_tokens_move_nothing(folder: Path) -> None:
 
 
 def test_a_token_sees_those_before_it_and_none_after(folder: Path) -> None:
-    policy = PolicyModel(load_causal_lm(folder))
+    policy = loaded(PolicyModel(empty_causal_lm(folder)), folder)
     prompt, response = SEQUENCES[2]
     changed = [*response[:4], 61, *response[5:]]
     (before,), (after,) = (packed_outputs(policy, [(prompt, ids)], 1.0)[0] for ids in (response, changed))

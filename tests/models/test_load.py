@@ -3,16 +3,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import rows_of
+from support import ALONE, loaded, rows_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_core.errors import InputError
-from rl_core.models import load
+from rl_core.models import log_probs
 from rl_core.models.load import (
     PolicyModel,
     ValueModel,
     check_model_folder,
-    load_causal_lm,
+    empty_causal_lm,
     load_tokenizer,
     stop_tokens,
 )
@@ -79,17 +79,17 @@ def test_dropout_is_off_while_training(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64)
     assert config.resid_pdrop > 0 and config.attn_pdrop > 0
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    policy = PolicyModel(load_causal_lm(tmp_path)).train()
-    micro = MicroBatch(rows_of([(4, 8), (3, 5)]), torch.device("cpu"))
+    policy = loaded(PolicyModel(empty_causal_lm(tmp_path)), tmp_path).train()
+    micro = MicroBatch(rows_of([(4, 8), (3, 5)]), ALONE)
     first, second = (policy(micro.packed, micro.target_N, 1.0)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_chunks_of_logits_change_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = PolicyModel(load_causal_lm(tiny_model))
-    micro = MicroBatch(rows_of([(4, 8), (3, 5), (2, 6)]), torch.device("cpu"))
+    policy = loaded(PolicyModel(empty_causal_lm(tiny_model)), tiny_model)
+    micro = MicroBatch(rows_of([(4, 8), (3, 5), (2, 6)]), ALONE)
     whole = policy(micro.packed, micro.target_N, 1.0)
-    monkeypatch.setattr(load, "LOGIT_CHUNK", 4)
+    monkeypatch.setattr(log_probs, "LOGIT_CHUNK", 4)
     chunked = policy(micro.packed, micro.target_N, 1.0)
     for a, b in zip(whole, chunked, strict=True):
         assert len(b) == 19
@@ -97,9 +97,8 @@ def test_chunks_of_logits_change_nothing(tiny_model: Path, monkeypatch: pytest.M
 
 
 def test_a_value_is_that_of_the_state_before_the_token(tiny_model: Path) -> None:
-    model = load_causal_lm(tiny_model)
-    value = ValueModel(model)
-    micro = MicroBatch(rows_of([(4, 8), (3, 5)]), torch.device("cpu"))
+    value = loaded(ValueModel(empty_causal_lm(tiny_model)), tiny_model)
+    micro = MicroBatch(rows_of([(4, 8), (3, 5)]), ALONE)
     assert value(micro.packed, micro.target_N).tolist() == [0.0] * 13
     torch.nn.init.normal_(value.value_head.weight)
     before = value(micro.packed, micro.target_N)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from support import LENGTHS, off_policy, plain_log_probs, policy_engine, rows_of, update_alone
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_core.cluster.resources import WORKER_ENV
@@ -26,6 +25,7 @@ from rl_core.rollout.sharding_manager import ShardingManager
 from rl_core.storage import Store
 from rl_core.training.checkpoint import export_model
 from rl_core.training.engine import TrainEngine
+from rl_core.training.place import Place
 
 if TYPE_CHECKING:
     from rl_core.rollout.vllm import VLLMEngine
@@ -41,11 +41,11 @@ GREEDY = Sampling(0.0, 8, ())
 class Trainer:
     """A policy in training, with the sharding manager that pushes it into the engine."""
 
-    def __init__(self, model: Path, mesh: DeviceMesh, rollout: "VLLMEngine") -> None:
+    def __init__(self, model: Path, place: Place, rollout: "VLLMEngine") -> None:
         self.model = model
         self.engine: TrainEngine
-        self.engine, self.hf = policy_engine(model, mesh, OptimConfig(lr=3e-2))
-        self.sharding = ShardingManager(self.engine, self.hf, rollout, "float32", TOLERANCE, 64)
+        self.engine = policy_engine(model, place, OptimConfig(lr=3e-2))
+        self.sharding = ShardingManager(self.engine, rollout, "float32", TOLERANCE, 64)
 
     def train(self) -> None:
         """One large optimizer step, after which the policy is clearly another one."""
@@ -53,14 +53,14 @@ class Trainer:
 
     def export(self, folder: Path) -> PreTrainedModel:
         """The present policy as a plain transformers model."""
-        export_model(self.engine, self.hf, "float32", self.model, Store(str(folder)), "export")
+        export_model(self.engine, "float32", self.model, Store(str(folder)), "export")
         return AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32, attn_implementation="eager")
 
 
 @pytest.fixture
-def trainer(tiny_model: Path, mesh: DeviceMesh, vllm_engine: "VLLMEngine") -> Trainer:
+def trainer(tiny_model: Path, place: Place, vllm_engine: "VLLMEngine") -> Trainer:
     """A trainer at the saved weights, which the engine serves as version 0."""
-    trainer = Trainer(tiny_model, mesh, vllm_engine)
+    trainer = Trainer(tiny_model, place, vllm_engine)
     trainer.sharding.push(0)
     return trainer
 
@@ -179,8 +179,8 @@ def test_a_push_without_the_tied_head_is_caught(
 ) -> None:
     whole = trainer.engine.full_parameters
 
-    def without_head(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in whole(model) if name != "lm_head.weight")
+    def without_head() -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in whole() if name != "lm_head.weight")
 
     trainer.train()
     with monkeypatch.context() as patch:
@@ -195,8 +195,8 @@ def test_weights_that_were_changed_on_the_way_are_caught(
 ) -> None:
     whole = trainer.engine.full_parameters
 
-    def changed(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-        return ((n, t * 1.05 if n.endswith("o_proj.weight") else t) for n, t in whole(model))
+    def changed() -> Iterator[tuple[str, Tensor]]:
+        return ((n, t * 1.05 if n.endswith("o_proj.weight") else t) for n, t in whole())
 
     monkeypatch.setattr(trainer.engine, "full_parameters", changed)
     with pytest.raises(TrainingError):
@@ -204,7 +204,7 @@ def test_weights_that_were_changed_on_the_way_are_caught(
 
 
 def test_the_canary_fits_a_short_context(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
-    sharding = ShardingManager(trainer.engine, trainer.hf, vllm_engine, "float32", TOLERANCE, max_length=10)
+    sharding = ShardingManager(trainer.engine, vllm_engine, "float32", TOLERANCE, max_length=10)
     assert sharding.push(1) < TOLERANCE
     assert len(sharding._canary_ids) == 9
 
@@ -219,7 +219,7 @@ def test_sleeping_and_waking_keeps_the_weights(trainer: Trainer, vllm_engine: "V
 def test_an_export_is_served_by_vllm_as_it_is(trainer: Trainer, tmp_path: Path) -> None:
     """Loaded from the folder alone, with its tokenizer, template and generation config."""
     trainer.train()
-    trainer.hf.generation_config.temperature = 0.6
+    trainer.engine.model.generation_config.temperature = 0.6
     model = trainer.export(tmp_path)
     logits_TV = model(torch.tensor([FIXED])).logits[0, :-1]
     wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(FIXED[1:])[:, None]).squeeze(1)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support import LENGTHS, off_policy, policy_engine, rows_of, save, update, weights_of
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_core.config.schema import ActorConfig, OptimConfig
 from rl_core.data.protocol import DataProto
@@ -27,8 +26,10 @@ from rl_core.storage import Store
 from rl_core.training.checkpoint import load_engine, save_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.packing import split_by_tokens
+from rl_core.training.place import make_place
 
-LAYOUTS = {"1": (1,), "2": (2,), "4": (4,), "2x2": (2, 2)}
+# Ranks of the world, and over how many of them the weights are sharded.
+LAYOUTS = {"1": (1, 1), "2": (2, 2), "4": (4, 4), "2x2": (4, 2)}
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)
 CONFIG = ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_loss_coef=0.1)
 SECONDS = 60
@@ -38,16 +39,14 @@ class Rank:
     """One rank of a world, with its share of the rows."""
 
     def __init__(self, model: Path, folder: Path, layout: str) -> None:
-        shape = LAYOUTS[layout]
-        names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
-        self.mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        self.place = make_place(torch.device("cpu"), *LAYOUTS[layout], sequence_parallel_size=1)
         self.model, self.folder, self.layout = model, folder, layout
         self.store, self.rank = Store(str(folder)), dist.get_rank()
         mine = rows_of(LENGTHS).chunk(dist.get_world_size())[self.rank]
-        self.rows: DataProto = off_policy(policy_engine(model, self.mesh)[0], mine)
+        self.rows: DataProto = off_policy(policy_engine(model, self.place), mine)
 
     def engine(self) -> TrainEngine:
-        return policy_engine(self.model, self.mesh, OPTIM, 21)[0]
+        return policy_engine(self.model, self.place, OPTIM, 21)
 
     def update(self, engine: TrainEngine) -> None:
         counts = torch.tensor([self.rows.batch["response_mask"].sum(), float(len(self.rows))])
@@ -121,7 +120,7 @@ def refuse(rank: Rank) -> None:
     lengths = [[7, 6, 5, 4], [3, 2, 4, 1]][rank.rank]
     rank.report(parts=len(split_by_tokens(lengths, 11)), oversized=_error(lambda: split_by_tokens(lengths, 6)))
     rows = rows_of([(2, 3), (2, 3)] if rank.rank == 0 else [(2, 3), (12, 8)])
-    engine = policy_engine(rank.model, rank.mesh, OPTIM, 16)[0]
+    engine = policy_engine(rank.model, rank.place, OPTIM, 16)
     rank.report(refused=_error(lambda: update(engine, off_policy(engine, rows), 1.0, 1.0, CONFIG)))
     (rank.folder / "a_file").touch()
     store = Store(str(rank.folder / ("unwritable" if rank.rank == 0 else "a_file/unwritable")))
@@ -143,7 +142,7 @@ def lose(rank: Rank) -> None:
 
 def world(model: Path, folder: Path, layout: str, work: Callable[[Rank], None]) -> None:
     """Runs `work` on all ranks of a new world; RuntimeError when one of them fails or does not end."""
-    size, fork = torch.Size(LAYOUTS[layout]).numel(), multiprocessing.get_context("fork")
+    size, fork = LAYOUTS[layout][0], multiprocessing.get_context("fork")
     meeting = f"file://{folder}/{work.__name__}-{layout}"
 
     def run(rank: int) -> None:

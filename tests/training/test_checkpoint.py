@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import LENGTHS, off_policy, policy_engine, rows_of, save, update_alone, weights_of
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rl_core.config.schema import OptimConfig
 from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.storage import Store
 from rl_core.training.checkpoint import export_model, load_engine
+from rl_core.training.place import Place
 
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="linear", warmup_steps=1, weight_decay=0.1)
 
@@ -24,14 +24,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, mesh: DeviceMesh, store: Store, steps: int) -> None:
-    engine, _ = policy_engine(tiny_model, mesh, OPTIM)
+def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, place: Place, store: Store, steps: int) -> None:
+    engine = policy_engine(tiny_model, place, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     for _ in range(steps):
         update_alone(engine, rows)
     save(engine, store, "step")
     metrics = [update_alone(engine, rows) for _ in range(2)]
-    resumed, _ = policy_engine(tiny_model, mesh, OPTIM)
+    resumed = policy_engine(tiny_model, place, OPTIM)
     load_engine(resumed, store, "step")
     assert resumed.updates == steps
     assert [update_alone(resumed, rows) for _ in range(2)] == metrics
@@ -39,8 +39,8 @@ def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, mesh: DeviceMesh
     assert all(torch.equal(seen[name], wanted[name]) for name in wanted)
 
 
-def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
-    engine, _ = policy_engine(tiny_model, mesh, OPTIM)
+def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, place: Place, tmp_path: Path) -> None:
+    engine = policy_engine(tiny_model, place, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     save(engine, Store(str(tmp_path)), "start")
     first = update_alone(engine, rows), weights_of(engine)
@@ -53,14 +53,14 @@ def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, mesh: DeviceMesh
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_is_an_ordinary_folder(
-    tiny_model: Path, mesh: DeviceMesh, store: Store, tmp_path: Path, dtype: str
+    tiny_model: Path, place: Place, store: Store, tmp_path: Path, dtype: str
 ) -> None:
-    engine, hf = policy_engine(tiny_model, mesh, OPTIM)
+    engine = policy_engine(tiny_model, place, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     update_alone(engine, rows)
     update_alone(engine, rows)
     store.write_bytes("export/left_over.txt", b"of an earlier attempt")
-    export_model(engine, hf, dtype, tiny_model, store, "export")
+    export_model(engine, dtype, tiny_model, store, "export")
     folder = tmp_path / "copy"
     store.download("export", folder)
     assert not (folder / "left_over.txt").exists()
@@ -72,7 +72,7 @@ def test_an_export_is_an_ordinary_folder(
     assert "lm_head.weight" not in saved and {tensor.dtype for tensor in saved.values()} == {kind}
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == kind and model.config.architectures == ["Qwen3ForCausalLM"]
-    for name, tensor in engine.full_parameters(hf):
+    for name, tensor in engine.full_parameters():
         assert torch.equal(model.state_dict()[name], tensor.to(kind)), name
 
 
@@ -84,15 +84,15 @@ def with_extras(model: Path, folder: Path) -> Path:
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tool_use.jinja").write_text("{{ messages }}")
-    for name in ("pytorch_model.bin", "model.safetensors.index.json", "consolidated.00.pth", "manifest.json"):
+    for name in ("pytorch_model.bin", "consolidated.00.pth", "manifest.json"):
         (folder / name).write_text("of the old weights")
     return folder
 
 
-def test_what_lies_beside_the_weights_goes_along(tiny_model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_what_lies_beside_the_weights_goes_along(tiny_model: Path, place: Place, tmp_path: Path) -> None:
     source = with_extras(tiny_model, tmp_path / "source")
-    engine, hf = policy_engine(source, mesh)
-    export_model(engine, hf, "float32", source, Store(str(tmp_path)), "export")
+    engine = policy_engine(source, place)
+    export_model(engine, "float32", source, Store(str(tmp_path)), "export")
     export = tmp_path / "export"
     kept = ["chat_template.jinja", "special_tokens_map.json", "additional_chat_templates/tool_use.jinja"]
     for name in [*kept, "tokenizer.json", "tokenizer_config.json"]:
@@ -106,15 +106,13 @@ def test_what_lies_beside_the_weights_goes_along(tiny_model: Path, mesh: DeviceM
     assert stop_tokens(export) == (2, 5)
 
 
-def test_a_generation_config_that_only_the_model_has_goes_along(
-    tiny_model: Path, mesh: DeviceMesh, tmp_path: Path
-) -> None:
+def test_a_generation_config_that_only_the_model_has_goes_along(tiny_model: Path, place: Place, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_model, source)
     (source / "generation_config.json").unlink()
-    engine, hf = policy_engine(source, mesh)
-    hf.generation_config = GenerationConfig(eos_token_id=[2, 7], do_sample=True, temperature=0.8)
-    export_model(engine, hf, "float32", source, Store(str(tmp_path)), "export")
+    engine = policy_engine(source, place)
+    engine.model.generation_config = GenerationConfig(eos_token_id=[2, 7], do_sample=True, temperature=0.8)
+    export_model(engine, "float32", source, Store(str(tmp_path)), "export")
     generation = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config
     assert (generation.eos_token_id, generation.temperature) == ([2, 7], 0.8)
-    assert hf.generation_config.temperature == 0.8, "the model in training lost its own"
+    assert engine.model.generation_config.temperature == 0.8, "the model in training lost its own"

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import WIDTH, rows_of
+from support import ALONE, WIDTH, rows_of
 
 from rl_core.errors import InputError
 from rl_core.training.packing import MicroBatch, micro_batches, split_by_tokens
@@ -56,7 +56,7 @@ def test_more_groups_for_the_other_ranks_sake_stay_within_the_budget(
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, WIDTH)), min_size=1, max_size=6))
 def test_padding_undoes_packing(lengths: list[tuple[int, int]]) -> None:
     rows = rows_of(lengths)
-    micro = MicroBatch(rows, torch.device("cpu"))
+    micro = MicroBatch(rows, ALONE)
     packed = micro.packed
     assert packed.input_ids.shape == packed.position_ids.shape == (1, sum(p + r for p, r in lengths))
     assert packed.position_ids[0].tolist() == [i for p, r in lengths for i in range(p + r)]
@@ -75,7 +75,7 @@ def _starts(lengths: list[tuple[int, int]]) -> list[int]:
 def test_micro_batches_name_their_rows() -> None:
     lengths = [(9, 8), (2, 1), (4, 4), (3, 3)]
     rows = rows_of(lengths)
-    found = list(micro_batches(rows, 17, torch.device("cpu")))
+    found = list(micro_batches(rows, 17, ALONE))
     assert len(found) == 2
     for indices, micro in found:
         assert torch.equal(micro.rows.batch["responses"], rows.batch["responses"][indices])

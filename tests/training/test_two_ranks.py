@@ -21,11 +21,11 @@ from support import (
     weights_of,
 )
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from rl_core.storage import Store
 from rl_core.training.checkpoint import load_engine
 from rl_core.training.engine import TrainEngine
+from rl_core.training.place import Place
 
 sys.path.append(str(Path(__file__).parent))
 from two_ranks import CONFIG, MAX_TOKENS, OPTIM  # noqa: E402
@@ -36,8 +36,8 @@ HERE = Path(__file__).parent
 class Alone:
     """A world of one rank on the same rows."""
 
-    def __init__(self, model: Path, mesh: DeviceMesh) -> None:
-        self.engine: TrainEngine = policy_engine(model, mesh, OPTIM, MAX_TOKENS)[0]
+    def __init__(self, model: Path, place: Place) -> None:
+        self.engine: TrainEngine = policy_engine(model, place, OPTIM, MAX_TOKENS)
         self.rows = off_policy(self.engine, rows_of(LENGTHS))
 
     def update(self) -> dict[str, float]:
@@ -48,9 +48,9 @@ class Alone:
 class Outcome:
     """What both worlds came to: a folder with the two ranks' files, and the lone rank's results in memory."""
 
-    def __init__(self, folder: Path, model: Path, mesh: DeviceMesh) -> None:
+    def __init__(self, folder: Path, model: Path, place: Place) -> None:
         self.folder, self.store = folder, Store(str(folder))
-        alone = Alone(model, mesh)
+        alone = Alone(model, place)
         self.metrics, self.first = alone.update(), weights_of(alone.engine)
         save(alone.engine, self.store, "alone")
         alone.update()
@@ -78,12 +78,12 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, mesh: DeviceMesh) -> Outcome:
-    return Outcome(tmp_path_factory.mktemp("ranks"), tiny_model, mesh)
+def outcome(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, place: Place) -> Outcome:
+    return Outcome(tmp_path_factory.mktemp("ranks"), tiny_model, place)
 
 
-def test_each_rank_holds_half_of_the_weights(outcome: Outcome, tiny_model: Path, mesh: DeviceMesh) -> None:
-    whole = sum(parameter.numel() for parameter in policy_engine(tiny_model, mesh)[0].module.parameters())
+def test_each_rank_holds_half_of_the_weights(outcome: Outcome, tiny_model: Path, place: Place) -> None:
+    whole = sum(parameter.numel() for parameter in policy_engine(tiny_model, place).module.parameters())
     assert whole / 2 <= outcome.read("metrics")["local"].item() < 0.51 * whole
 
 
@@ -105,8 +105,8 @@ def test_two_ranks_continue_the_checkpoint_of_one(outcome: Outcome) -> None:
     assert distance(resumed, outcome.second, "exp_avg.") < 1e-4
 
 
-def test_one_rank_continues_the_checkpoint_of_two(outcome: Outcome, tiny_model: Path, mesh: DeviceMesh) -> None:
-    alone, first, second = Alone(tiny_model, mesh), outcome.read("first"), outcome.read("second")
+def test_one_rank_continues_the_checkpoint_of_two(outcome: Outcome, tiny_model: Path, place: Place) -> None:
+    alone, first, second = Alone(tiny_model, place), outcome.read("first"), outcome.read("second")
     load_engine(alone.engine, outcome.store, "together")
     loaded = weights_of(alone.engine)
     assert alone.engine.updates == 1

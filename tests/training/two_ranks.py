@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from support import LENGTHS, off_policy, policy_engine, rows_of, save, update, weights_of
-from torch.distributed.device_mesh import init_device_mesh
 
 from rl_core.config.schema import ActorConfig, OptimConfig
 from rl_core.storage import Store
 from rl_core.training.checkpoint import export_model, load_engine
+from rl_core.training.place import make_place
 
 MAX_TOKENS = 21
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)
@@ -24,11 +24,11 @@ CONFIG = ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_
 def main(rank: int, model: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    place = make_place(torch.device("cpu"), 2, 2, 1)
     store = Store(str(folder))
     # The first half of the rows is much longer, so the ranks need different numbers of micro-batches.
     mine = rows_of(LENGTHS).chunk(2)[rank]
-    rows = off_policy(policy_engine(model, mesh)[0], mine)
+    rows = off_policy(policy_engine(model, place), mine)
     counts = torch.tensor([mine.batch["response_mask"].sum(), float(len(mine))])
     dist.all_reduce(counts)
     tokens, sequences = counts.tolist()
@@ -37,14 +37,14 @@ def main(rank: int, model: Path, folder: Path) -> None:
         if rank == 0:
             save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.safetensors")
 
-    engine, hf = policy_engine(model, mesh, OPTIM, MAX_TOKENS)
+    engine = policy_engine(model, place, OPTIM, MAX_TOKENS)
     local = sum(parameter.to_local().numel() for parameter in engine.module.parameters())  # type: ignore[operator]
     metrics = update(engine, rows, tokens, sequences, CONFIG)
     numbers = {**{name: torch.tensor(value) for name, value in metrics.items()}, "local": torch.tensor(local)}
     write("metrics", numbers)
     write("first", weights_of(engine))
     save(engine, store, "together")
-    export_model(engine, hf, "float32", model, store, "export")
+    export_model(engine, "float32", model, store, "export")
     log_probs_BR = engine.compute(mine, 1.0)[0]
     gathered = [torch.zeros_like(log_probs_BR) for _ in range(2)]
     dist.all_gather(gathered, log_probs_BR)
@@ -52,7 +52,7 @@ def main(rank: int, model: Path, folder: Path) -> None:
     update(engine, rows, tokens, sequences, CONFIG)
     write("second", weights_of(engine))
 
-    resumed, _ = policy_engine(model, mesh, OPTIM, MAX_TOKENS)
+    resumed = policy_engine(model, place, OPTIM, MAX_TOKENS)
     load_engine(resumed, store, "alone")
     write("loaded", weights_of(resumed))
     update(resumed, rows, tokens, sequences, CONFIG)

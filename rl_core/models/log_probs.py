@@ -1,0 +1,122 @@
+"""Log-probs, entropies and Σπ² of tokens from hidden states, with logits that exist only a chunk at a time.
+
+With z = logits / temperature, p = softmax(z) and lse = log Σ exp z: log p(y) = z_y − lse, entropy H = lse − Σ p·z.
+Their gradients are ∂ log p(y) / ∂z = 1[y] − p and ∂H / ∂z = −p · (z − lse + H). The backward pass makes the logits
+again from the hidden states: between the passes there are three numbers a token instead of a row of the vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Tokens whose logits exist at one time: [2048, vocabulary] instead of [tokens, vocabulary].
+LOGIT_CHUNK = 2048
+
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def token_statistics(logits_NV: Tensor, label_N: Tensor, scale: float) -> Statistics:
+    """Log-prob of the label, entropy, Σπ² and log Σ exp of softmax(logits · scale), each [N] float32."""
+    z_NV = logits_NV.float() * scale
+    # All sums in one pass, which a compiler can see: logsumexp and then probabilities would be two.
+    highest_N = z_NV.amax(-1)
+    z_NV = z_NV - highest_N[:, None]
+    exp_NV = z_NV.exp()
+    sum_N = exp_NV.sum(-1)
+    log_sum_N = sum_N.log()
+    log_prob_N = z_NV.gather(1, label_N[:, None]).squeeze(1) - log_sum_N
+    entropy_N = log_sum_N - (exp_NV * z_NV).sum(-1) / sum_N
+    return log_prob_N, entropy_N, exp_NV.square().sum(-1) / sum_N.square(), highest_N + log_sum_N
+
+
+def logit_gradient(
+    logits_NV: Tensor,
+    label_N: Tensor,
+    scale: float,
+    lse_N: Tensor,
+    entropy_N: Tensor,
+    of_log_prob: Tensor,
+    of_entropy: Tensor,
+) -> Tensor:
+    """Gradient [N, V] of the logits, in their own type, from those of log-prob and entropy [N]."""
+    z_NV = logits_NV.float() * scale - lse_N[:, None]
+    p_NV = z_NV.exp()
+    one_NV = torch.arange(z_NV.shape[1], device=z_NV.device) == label_N[:, None]
+    through_log_prob_NV = of_log_prob[:, None] * (one_NV.float() - p_NV)
+    through_entropy_NV = of_entropy[:, None] * p_NV * (z_NV + entropy_N[:, None])
+    return ((through_log_prob_NV - through_entropy_NV) * scale).to(logits_NV.dtype)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        label_N: Tensor,
+        scale: float,
+        statistics: Callable[..., Statistics],
+        gradient: Callable[..., Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [
+            statistics(hidden @ weight_VD.T, label, scale)
+            for hidden, label in zip(hidden_ND.split(LOGIT_CHUNK), label_N.split(LOGIT_CHUNK), strict=True)
+        ]
+        log_prob_N, entropy_N, square_N, lse_N = (torch.cat(each) for each in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_ND, weight_VD, label_N, lse_N, entropy_N)
+        ctx.scale, ctx.gradient = scale, gradient
+        ctx.mark_non_differentiable(square_N)
+        return log_prob_N, entropy_N, square_N
+
+    @staticmethod
+    def backward(ctx: Any, of_log_prob: Tensor, of_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, *per_token = ctx.saved_tensors
+        label_N, lse_N, entropy_N = per_token
+        of_hidden_ND = torch.empty_like(hidden_ND)
+        # Summed over the chunks in float32: in bfloat16 the later chunks would be rounded away.
+        of_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden_ND), LOGIT_CHUNK):
+            chunk = slice(start, start + LOGIT_CHUNK)
+            hidden = hidden_ND[chunk]
+            of_logits_NV = ctx.gradient(
+                hidden @ weight_VD.T,
+                label_N[chunk],
+                ctx.scale,
+                lse_N[chunk],
+                entropy_N[chunk],
+                of_log_prob[chunk],
+                of_entropy[chunk],
+            )
+            of_hidden_ND[chunk] = of_logits_NV @ weight_VD
+            if of_weight_VD is not None:
+                _add_product(of_weight_VD, of_logits_NV.T, hidden)
+        if of_weight_VD is not None:
+            of_weight_VD = of_weight_VD.to(weight_VD.dtype)
+        return of_hidden_ND, of_weight_VD, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a · b to a float32 total; on CUDA the product of lower precision is never rounded on the way."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+class ChunkedLogProbs:
+    """The function above, with its element-wise parts compiled into one pass over the logits each where asked for."""
+
+    def __init__(self, compiled: bool) -> None:
+        self._statistics: Any = torch.compile(token_statistics) if compiled else token_statistics
+        self._gradient: Any = torch.compile(logit_gradient) if compiled else logit_gradient
+
+    def __call__(
+        self, hidden_ND: Tensor, weight_VD: Tensor, label_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob of each label, entropy and Σπ² (no gradient), each [N] float32."""
+        result: tuple[Tensor, Tensor, Tensor] = _ChunkedLogProbs.apply(
+            hidden_ND, weight_VD, label_N, 1.0 / temperature, self._statistics, self._gradient
+        )
+        return result

@@ -1,0 +1,36 @@
+"""Where a rank computes: its device, the mesh over which weights are sharded, and the ranks that share sequences.
+
+Ranks that follow each other are near each other (one machine): they share sequences, then shards; copies of the weights
+are farthest apart.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rl_core.models.sequence_parallel import SequenceParallel
+
+
+@dataclass(frozen=True)
+class Place:
+    """`mesh` has the dimension `shard`, and before it `replicate` where groups of ranks hold a copy each (HybridShard);
+    `parallel` is set where several ranks share each sequence."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    parallel: SequenceParallel | None
+
+
+def make_place(device: torch.device, world_size: int, shard_size: int, sequence_parallel_size: int) -> Place:
+    """The place of this rank; all ranks of the process group call it together. The sizes divide `world_size`."""
+    if shard_size == world_size:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    else:
+        shape = (world_size // shard_size, shard_size)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    if sequence_parallel_size == 1:
+        return Place(device, mesh, None)
+    shape = (world_size // sequence_parallel_size, sequence_parallel_size)
+    sequences = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
+    return Place(device, mesh, SequenceParallel(sequences["sequence"].get_group()))
