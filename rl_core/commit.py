@@ -45,8 +45,8 @@ class Commits:
         self.on_commit(step)
 
     @contextmanager
-    def finished(self) -> Iterator[None]:
-        """Finishes at the end what the block has begun, also when it ends with an error that no retry cures.
+    def kept(self) -> Iterator[None]:
+        """Finishes what was begun also when the block ends with an error that no retry cures.
 
         After a TransientError the next attempt makes the step again instead: workers may be gone.
         """
@@ -55,4 +55,3 @@ class Commits:
         except (InputError, TrainingError):
             self.finish()
             raise
-        self.finish()

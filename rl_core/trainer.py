@@ -65,45 +65,46 @@ class PPOTrainer:
         """Trains up to and including step `until`; all of it is committed when this returns."""
         config, roles = self.config, self.roles
         passes = config.actor.ppo_epochs + config.needs_critic * config.critic.ppo_epochs
-        with self.commits.finished():
-            while self.step < until:
-                step, phase = self.step + 1, Phases()
+        while self.step < until:
+            step, phase = self.step + 1, Phases()
+            with self.commits.kept():
                 batch, metrics = self.sampler.batch(step, phase)
-                roles.actor.sleep_rollout()
-                with phase("log_prob"):
-                    order = torch.tensor(steps.balanced_order(batch, config))
-                    batch = batch.reorder(order)
-                    batch = batch.union(roles.actor.compute_log_prob(batch))
-                    if config.needs_reference:
-                        batch = batch.union(roles.actor.compute_ref_log_prob(batch))
-                    if config.needs_critic:
-                        batch = batch.union(roles.critic.compute_values(batch))
-                    batch = batch.reorder(order.argsort())  # back: mini-batches must not depend on the number of ranks
-                with phase("advantage"):
-                    batch, shaping = steps.shape(batch, config, self.kl_controller)
-                    batch = steps.advantages(batch, config)
-                    metrics |= shaping | batch_metrics(batch)
-                    self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
-                    rows = steps.training_rows(batch, config, step)
-                tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
-                with phase("commit"):
-                    self.commits.finish()  # the step before; its shards were written during the rollouts
-                with phase("update"):
-                    if config.needs_critic:
-                        metrics |= prefixed("critic", roles.critic.update_critic(rows))
-                    metrics |= prefixed("actor", roles.actor.update_actor(rows))
-                    phase.count("update", tokens * passes)
-                with phase("push"):
-                    metrics["kl/canary"] = max(roles.actor.push_weights(step))
-                with phase("commit"):
-                    self.store.write_bytes(f"rollouts/{step_name(step)}.parquet", steps.rollout_parquet(batch))
-                    if step % config.trainer.save_every == 0 or step == until:
-                        self.commits.begin(step, self._meta(step))
-                # The record comes before the manifest: it counts once a manifest covers its step.
-                record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
-                self.ledger.write(step, record)
-                self.on_step(record)
-                self.step = step
+            roles.actor.sleep_rollout()
+            with phase("log_prob"):
+                order = torch.tensor(steps.balanced_order(batch, config))
+                batch = batch.reorder(order)
+                batch = batch.union(roles.actor.compute_log_prob(batch))
+                if config.needs_reference:
+                    batch = batch.union(roles.actor.compute_ref_log_prob(batch))
+                if config.needs_critic:
+                    batch = batch.union(roles.critic.compute_values(batch))
+                batch = batch.reorder(order.argsort())  # back: mini-batches must not depend on the number of ranks
+            with phase("advantage"):
+                batch, shaping = steps.shape(batch, config, self.kl_controller)
+                batch = steps.advantages(batch, config)
+                metrics |= shaping | batch_metrics(batch)
+                self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
+                rows = steps.training_rows(batch, config, step)
+            tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
+            with phase("commit"):
+                self.commits.finish()  # the step before; its shards were written during the rollouts
+            with phase("update"):
+                if config.needs_critic:
+                    metrics |= prefixed("critic", roles.critic.update_critic(rows))
+                metrics |= prefixed("actor", roles.actor.update_actor(rows))
+                phase.count("update", tokens * passes)
+            with phase("push"):
+                metrics["kl/canary"] = max(roles.actor.push_weights(step))
+            with phase("commit"):
+                self.store.write_bytes(f"rollouts/{step_name(step)}.parquet", steps.rollout_parquet(batch))
+                if step % config.trainer.save_every == 0 or step == until:
+                    self.commits.begin(step, self._meta(step))
+            # The record comes before the manifest: it counts once a manifest covers its step.
+            record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
+            self.ledger.write(step, record)
+            self.on_step(record)
+            self.step = step
+        self.commits.finish()
 
     def _meta(self, step: int) -> Json:
         return {"step": step, "loader": self.loader.state_dict(), "kl_coef": self.kl_controller.coef}

@@ -118,30 +118,17 @@ def test_without_a_commit_everything_is_removed(commits: Commits, store: Store) 
 
 @pytest.mark.parametrize(
     ("error", "steps"),
-    [(None, [1]), (InputError("a", "b", "c", "d"), [1]), (TrainingError("not finite"), [1]), (TransientError("x"), [])],
-    ids=["none", "input", "training", "transient"],
+    [(InputError("a", "b", "c", "d"), [1]), (TrainingError("not finite"), [1]), (TransientError("lost"), [])],
+    ids=["input", "training", "transient"],
 )
-def test_a_step_is_committed_at_the_end_unless_it_will_be_made_again(
-    commits: Commits, store: Store, error: Exception | None, steps: list[int]
+def test_a_step_is_kept_at_an_error_unless_it_will_be_made_again(
+    commits: Commits, store: Store, error: Exception, steps: list[int]
 ) -> None:
-    def train() -> None:
-        with commits.finished():
-            commits.begin(1, {})
-            if error:
-                raise error
-
-    if error:
-        with pytest.raises(type(error)) as raised:
-            train()
-        assert raised.value is error
-    else:
-        train()
+    commits.begin(1, {})
+    with commits.kept():
+        pass
+    assert store.committed_steps(CHECKPOINTS) == []
+    with pytest.raises(type(error)) as raised, commits.kept():
+        raise error
+    assert raised.value is error
     assert store.committed_steps(CHECKPOINTS) == steps
-
-
-def test_a_save_that_fails_for_good_is_one_error(commits: Commits, roles: Files) -> None:
-    roles.failure = InputError("free space", "none", "the disk", "free some")
-    with pytest.raises(InputError, match="free space") as raised, commits.finished():
-        commits.begin(1, {})
-        commits.finish()
-    assert raised.value is roles.failure and roles.calls.count("finish") == 1
