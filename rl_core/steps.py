@@ -15,6 +15,7 @@ from rl_core.algorithms.kl import KLController, kl_estimate
 from rl_core.algorithms.masked import masked_mean
 from rl_core.algorithms.shaping import overlong_penalty, pf_ppo_weights, resample
 from rl_core.config.schema import CorrectionConfig, RunConfig
+from rl_core.data.balance import balanced_parts
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError, TransientError
@@ -120,22 +121,17 @@ def shaped(batch: DataProto, config: RunConfig) -> DataProto:
 
 
 def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:
-    """Row order in which every rank's share holds its part of each mini-batch, of about equal token sums.
-
-    Rows are dealt by length, back and forth over the ranks, within each mini-batch.
-    """
+    """Row order in which every rank's share holds its part of each mini-batch, of about equal token sums."""
     length_B = (batch.batch["prompt_length"] + batch.batch["response_length"]).tolist()
-    world, per_mini = config.world_size, config.mini_batch_size * config.rollout.n
-    ranks: list[list[int]] = [[] for _ in range(world)]
+    world, per_mini = config.data_parallel_size, config.mini_batch_size * config.rollout.n
     if world == 1:
         return list(range(len(batch)))
+    shares: list[list[int]] = [[] for _ in range(world)]
     for start in range(0, len(batch), per_mini):
-        by_length = sorted(range(start, start + per_mini), key=lambda i: (-length_B[i], i))
-        for deal in range(0, per_mini, world):
-            hand = by_length[deal : deal + world]
-            for rank, row in enumerate(hand if deal // world % 2 == 0 else hand[::-1]):
-                ranks[rank].append(row)
-    return [row for rank in ranks for row in rank]
+        parts = balanced_parts(length_B[start : start + per_mini], world, equal_counts=True)
+        for share, part in zip(shares, parts, strict=True):
+            share += [start + row for row in part]
+    return [row for share in shares for row in share]
 
 
 def apply_kl(batch: DataProto, kind: str, coef: float) -> tuple[DataProto, Metrics]:

@@ -100,7 +100,7 @@ class Store:
     def write_bytes(self, rel: str, data: bytes) -> None:
         """Write a file whole or not at all; when this returns, a power cut does not lose it."""
         path = self._path(rel)
-        with _errors(path, writing=True):
+        with storage_errors(path, writing=True):
             if self.is_local:
                 with _replacing(Path(path)) as file:
                     file.write(data)
@@ -110,7 +110,7 @@ class Store:
     def read_bytes(self, rel: str) -> bytes:
         """Content of a file."""
         path = self._path(rel)
-        with _errors(path):
+        with storage_errors(path):
             return bytes(self.fs.cat_file(path))
 
     def write_json(self, rel: str, value: Any) -> None:
@@ -130,7 +130,7 @@ class Store:
         """Whether a file or folder is there."""
         path = self._path(rel)
         # Not fs.exists: it answers False when the storage fails, and a sweep would then remove good checkpoints.
-        with suppress(FileNotFoundError), _errors(path):
+        with suppress(FileNotFoundError), storage_errors(path):
             self.fs.info(path)
             return True
         return False
@@ -138,7 +138,7 @@ class Store:
     def listdir(self, rel: str = "") -> list[str]:
         """Sorted names of the files and folders directly under `rel`; empty when it is not there."""
         path = self._path(rel)
-        with suppress(FileNotFoundError), _errors(path):
+        with suppress(FileNotFoundError), storage_errors(path):
             listed = [entry["name"].rstrip("/") for entry in self.fs.ls(path, detail=True)]
             return sorted(name.rpartition("/")[2] for name in listed if name.rpartition("/")[0] == path.rstrip("/"))
         return []
@@ -149,7 +149,7 @@ class Store:
         The manifest goes first, so that a folder is never read when the removal is cut short.
         """
         path = self._path(rel)
-        with suppress(FileNotFoundError), _errors(path):
+        with suppress(FileNotFoundError), storage_errors(path):
             if self.is_local:
                 with suppress(FileNotFoundError, NotADirectoryError):
                     os.unlink(f"{path}/{MANIFEST}")
@@ -170,7 +170,7 @@ class Store:
         # File by file: a recursive put of a folder that is already there nests a second copy inside it.
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             target = self._path(_join(rel, file.relative_to(source).as_posix()))
-            with _errors(target, writing=True):
+            with storage_errors(target, writing=True):
                 if self.is_local:
                     with file.open("rb") as data, _replacing(Path(target)) as copy:
                         shutil.copyfileobj(data, copy)
@@ -184,7 +184,7 @@ class Store:
             raise FileNotFoundError(f"no files under {self._path(rel)}")
         for name in files:
             source = self._path(_join(rel, name))
-            with _errors(source), self.fs.open(source, "rb") as data, _replacing(Path(local_dir, name)) as copy:
+            with storage_errors(source), self.fs.open(source, "rb") as data, _replacing(Path(local_dir, name)) as copy:
                 shutil.copyfileobj(data, copy)
 
     def check_writable(self) -> None:
@@ -213,14 +213,14 @@ class Store:
         """Path under `rel` and size of every file, sorted by path."""
         path = self._path(rel)
         prefix = f"{path.rstrip('/')}/"
-        with suppress(FileNotFoundError), _errors(path):
+        with suppress(FileNotFoundError), storage_errors(path):
             found = self.fs.find(path, detail=True)
             return {name[len(prefix) :]: found[name]["size"] for name in sorted(found) if name.startswith(prefix)}
         return {}
 
     def _sha256(self, rel: str) -> str:
         path = self._path(rel)
-        with _errors(path), self.fs.open(path, "rb") as file:
+        with storage_errors(path), self.fs.open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def commit_folder(self, rel: str, meta: Json) -> Json:
@@ -231,7 +231,7 @@ class Store:
         """
         listed = {name: size for name, size in self._files(rel).items() if name != MANIFEST}
         if folder := self.local_path(rel):
-            with _errors(str(folder), writing=True):
+            with storage_errors(str(folder), writing=True):
                 for path in [*(folder / name for name in listed), *(p for p in folder.rglob("*") if p.is_dir())]:
                     _sync(path)
         files = [
@@ -351,7 +351,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _errors(path: str, writing: bool = False) -> Iterator[None]:
+def storage_errors(path: str, writing: bool = False) -> Iterator[None]:
     """Turn errors of the file system and its client into this project's kinds.
 
     `FileNotFoundError` passes when reading; when writing it means that the bucket is missing.

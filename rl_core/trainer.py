@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_core import steps
 from rl_core.algorithms.kl import KLController
 from rl_core.cluster.roles import Roles
+from rl_core.commit import Commits
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
@@ -17,9 +18,7 @@ from rl_core.ledger import Ledger
 from rl_core.metrics import Metrics, Phases, batch_metrics
 from rl_core.rewards.runner import RewardRunner
 from rl_core.sampling import Sampler
-from rl_core.storage import Store, step_name
-
-CHECKPOINTS = "checkpoints"
+from rl_core.storage import Json, Store, step_name
 
 
 class PPOTrainer:
@@ -39,8 +38,9 @@ class PPOTrainer:
     ) -> None:
         """`on_step` gets each step's ledger record, `on_commit` the newest step that a checkpoint covers."""
         self.config, self.store, self.roles = config, store, roles
-        self.on_step, self.on_commit = on_step, on_commit
+        self.on_step = on_step
         self.ledger = Ledger(store)
+        self.commits = Commits(store, roles, config.trainer.keep_checkpoints, on_commit)
         self.loader = StatefulLoader(len(rows), config.data.train_batch_size, config.trainer.seed, data_hash)
         self.sampler = Sampler(config, rows, self.loader, roles, rewards, tokenizer)
         algorithm = config.algorithm
@@ -54,22 +54,21 @@ class PPOTrainer:
         updates = self.config.trainer.steps * (self.config.data.train_batch_size // self.config.mini_batch_size)
         self.roles.init_models(model_path, updates)
         self.step = 0
-        latest = self.store.latest_verified(CHECKPOINTS)
-        if latest is not None:
-            self.step, manifest = latest
-            self.roles.load_checkpoint(self.store, f"{CHECKPOINTS}/{step_name(self.step)}")
-            self.loader.load_state_dict(manifest["meta"]["loader"])
-            self.kl_controller.coef = manifest["meta"]["kl_coef"]
-        self.store.sweep(CHECKPOINTS, newest=self.step)
+        if found := self.commits.recover():
+            self.step, meta = found
+            self.commits.load(self.step)
+            self.loader.load_state_dict(meta["loader"])
+            self.kl_controller.coef = meta["kl_coef"]
         self.roles.actor.push_weights(self.step)
 
     def fit(self, until: int) -> None:
-        """Trains up to and including step `until`."""
+        """Trains up to and including step `until`; all of it is committed when this returns."""
         config, roles = self.config, self.roles
         passes = config.actor.ppo_epochs + config.needs_critic * config.critic.ppo_epochs
         while self.step < until:
             step, phase = self.step + 1, Phases()
-            batch, metrics = self.sampler.batch(step, phase)
+            with self.commits.kept():
+                batch, metrics = self.sampler.batch(step, phase)
             roles.actor.sleep_rollout()
             with phase("log_prob"):
                 order = torch.tensor(steps.balanced_order(batch, config))
@@ -87,6 +86,8 @@ class PPOTrainer:
                 self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
                 rows = steps.training_rows(batch, config, step)
             tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
+            with phase("commit"):
+                self.commits.finish()  # the step before; its shards were written during the rollouts
             with phase("update"):
                 if config.needs_critic:
                     metrics |= prefixed("critic", roles.critic.update_critic(rows))
@@ -94,24 +95,19 @@ class PPOTrainer:
                 phase.count("update", tokens * passes)
             with phase("push"):
                 metrics["kl/canary"] = max(roles.actor.push_weights(step))
-            save = step % config.trainer.save_every == 0 or step == until
             with phase("commit"):
                 self.store.write_bytes(f"rollouts/{step_name(step)}.parquet", steps.rollout_parquet(batch))
-                if save:
-                    roles.save_checkpoint(self.store, f"{CHECKPOINTS}/{step_name(step)}")
-            self._commit(step, {**metrics, **phase.metrics(tokens)}, save)
+                if step % config.trainer.save_every == 0 or step == until:
+                    self.commits.begin(step, self._meta(step))
+            # The record comes before the manifest: it counts once a manifest covers its step.
+            record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
+            self.ledger.write(step, record)
+            self.on_step(record)
             self.step = step
+        self.commits.finish()
 
-    def _commit(self, step: int, metrics: Metrics, save: bool) -> None:
-        """The record first, the checkpoint's manifest last: a record counts once a manifest covers its step."""
-        record = {"step": step, "time": time.time(), "metrics": metrics}
-        self.ledger.write(step, record)
-        if save:
-            meta = {"step": step, "loader": self.loader.state_dict(), "kl_coef": self.kl_controller.coef}
-            self.store.commit_folder(f"{CHECKPOINTS}/{step_name(step)}", meta)
-            self.store.retain(CHECKPOINTS, self.config.trainer.keep_checkpoints)
-            self.on_commit(step)
-        self.on_step(record)
+    def _meta(self, step: int) -> Json:
+        return {"step": step, "loader": self.loader.state_dict(), "kl_coef": self.kl_controller.coef}
 
 
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:

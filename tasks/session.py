@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from rl_core.cluster.resources import ray_session
 from rl_core.cluster.roles import Roles
+from rl_core.commit import CHECKPOINTS
 from rl_core.config.compose import config_hash, flatten, to_yaml
 from rl_core.config.schema import RunConfig
 from rl_core.console import Console
@@ -26,7 +27,7 @@ from rl_core.models.load import check_model_folder, load_tokenizer
 from rl_core.models.tiny import save_tiny_model
 from rl_core.rewards.runner import RewardRunner
 from rl_core.storage import Store
-from rl_core.trainer import CHECKPOINTS, PPOTrainer
+from rl_core.trainer import PPOTrainer
 from rl_core.warm_start import FOLDER as WARM_START
 from tasks.registry import Registry
 from tasks.runs import Run

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
@@ -16,6 +17,8 @@ from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm
 from rl_core.models.tiny import save_tiny_model
 from rl_core.models.weights import load_weights
 from rl_core.rollout.agent_loop import Trajectory, to_batch
+from rl_core.storage import Store
+from rl_core.training.checkpoint import save_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
 from rl_core.training.place import Place
@@ -144,6 +147,11 @@ def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
         for part in ("model", "exp_avg", "exp_avg_sq")
         for name, tensor in cast(dict[str, Tensor], state[part]).items()
     }
+
+
+def save(engine: TrainEngine, store: Store, folder: str) -> None:
+    """Writes the engine's state into `folder` of the store and waits for it; all ranks take part."""
+    save_engine(engine, store, folder, dist.new_group(backend="gloo")).result()
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor], prefix: str = "") -> float:

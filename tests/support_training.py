@@ -1,7 +1,9 @@
 """Small real runs without the flow: what their ledgers and rollouts hold, for tests of several pages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl_core.cluster.resources import ray_session
 from rl_core.cluster.roles import Roles
@@ -94,17 +96,28 @@ def train_small_runs(home: Path, ray_home: Path) -> Trained:
 
 def _train(store: Store, config: RunConfig, model: Path) -> None:
     store.write_json("run.json", {"config": config.model_dump(mode="json")})
-    save_tiny_model(model, config.model.tiny, 24, config.trainer.seed)
-    tokenizer = load_tokenizer(model)
-    data_hash = prepare_data(config, store, tokenizer)["data_hash"]
-    rows = RLHFDataset.load(store, "train", tokenizer)
     with RewardRunner(config.reward) as rewards:
         roles = Roles(config)
         try:
-            trainer = PPOTrainer(
-                config, store, tokenizer, rows, data_hash, roles, rewards, lambda record: None, lambda step: None
-            )
+            trainer = make_trainer(store, config, model, roles, rewards)
             trainer.start(str(model))
             trainer.fit(config.trainer.steps)
         finally:
             roles.close()
+
+
+def make_trainer(
+    store: Store,
+    config: RunConfig,
+    model: Path,
+    roles: Roles,
+    rewards: RewardRunner,
+    on_step: Callable[[dict[str, Any]], None] = lambda record: None,
+    on_commit: Callable[[int], None] = lambda step: None,
+) -> PPOTrainer:
+    """A trainer that may be started, with its data prepared and the offline model in the folder `model`."""
+    save_tiny_model(model, config.model.tiny, 24, config.trainer.seed)
+    tokenizer = load_tokenizer(model)
+    data_hash = prepare_data(config, store, tokenizer)["data_hash"]
+    rows = RLHFDataset.load(store, "train", tokenizer)
+    return PPOTrainer(config, store, tokenizer, rows, data_hash, roles, rewards, on_step, on_commit)

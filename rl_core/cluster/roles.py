@@ -43,9 +43,14 @@ class Roles:
         self.actor.init_model(path, optim, self.config.warm_start.steps, False)
 
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Every role writes its shards into `folder`; committing it is the caller's."""
+        """Every role starts to write its present state into `folder`, and may be trained on when this returns."""
         for group in self.groups:
             group.save_checkpoint(store, folder)
+
+    def finish_checkpoint(self) -> None:
+        """Waits until every role has written its state; committing the folder is the caller's."""
+        for group in self.groups:
+            group.finish_checkpoint()
 
     def load_checkpoint(self, store: Store, folder: str) -> None:
         """Every role takes over its state from `folder`."""

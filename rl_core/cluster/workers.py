@@ -8,6 +8,7 @@ import gc
 import os
 import statistics
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import ray
@@ -36,6 +37,8 @@ LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
 
 class Worker:
     """A rank: its place in the process group and its device."""
+
+    saved: Future[None]
 
     def __init__(self, config: RunConfig) -> None:
         """Takes the config; nothing heavy happens before `join`."""
@@ -66,6 +69,12 @@ class Worker:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         engine = self.config.engine
         self.place = make_place(self.device, world_size, self.config.shard_size, engine.sequence_parallel_size)
+        self.save_group = dist.new_group(backend="gloo")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> None:
+        """Waits until this rank has written the state that was saved last, and raises what went wrong."""
+        self.saved.result()
 
     def _train_engine(
         self, module: PolicyModel | ValueModel, source: Path, optim: OptimConfig | None, total_updates: int
@@ -189,8 +198,8 @@ class ActorRolloutRefWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Writes the actor's shards into `folder` of the store."""
-        save_engine(self.actor, store, f"{folder}/actor")
+        """Starts to write the actor's present state into `folder` of the store."""
+        self.saved = save_engine(self.actor, store, f"{folder}/actor", self.save_group)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, store: Store, folder: str) -> None:
@@ -228,8 +237,8 @@ class CriticWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Writes the critic's shards into `folder` of the store."""
-        save_engine(self.critic, store, f"{folder}/critic")
+        """Starts to write the critic's present state into `folder` of the store."""
+        self.saved = save_engine(self.critic, store, f"{folder}/critic", self.save_group)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, store: Store, folder: str) -> None:

@@ -1,47 +1,98 @@
 """Sharded checkpoints of a training engine by torch.distributed.checkpoint, on any storage.
 
-Every rank writes its own shards; the driver commits the folder afterwards. Loading reshards to the present world size.
+Every rank writes its own shards from a copy of its state, while training goes on; the driver commits the folder when
+all are done. Loading reshards to the present world size and mesh.
 """
 
 import copy
 import shutil
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from transformers import GenerationConfig, PreTrainedModel
 
-from rl_core.storage import MANIFEST, Store
+from rl_core.errors import TransientError
+from rl_core.storage import MANIFEST, Store, storage_errors
 from rl_core.training.engine import DTYPES, TrainEngine
 
+# Endings of files that hold weights, in any format: those of the source are not the trained ones.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
-def save_engine(engine: TrainEngine, store: Store, folder: str) -> None:
-    """Writes the engine's state as shards into `folder` of the store; all ranks take part."""
+
+def save_engine(engine: TrainEngine, store: Store, folder: str, group: dist.ProcessGroup) -> Future[None]:
+    """Copies the engine's state and starts to write it as shards into `folder` of the store; all ranks take part.
+
+    What is trained from now on does not reach the files. The result comes when this rank has written (and uploaded)
+    its shards, or raises what went wrong: InputError and TransientError as a `Store` does.
+
+    Args:
+        group: gloo group of all ranks that nothing else uses, for messages must not mix with those of training.
+    """
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )
+    stager = DefaultStager(options)
+    state = stager.stage(engine.state())
+    assert not isinstance(state, Future), "staging is over when this returns, or training would change what is saved"
+    stager.close()  # it would keep the copy as long as the weights live, to use its memory again
+    thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    written = thread.submit(_write, state, store, folder, group)
+    thread.shutdown(wait=False)
+    return written
+
+
+def _write(state: dcp.metadata.STATE_DICT_TYPE, store: Store, folder: str, group: dist.ProcessGroup) -> None:
     local = store.local_path(folder)
     if local is not None:
-        dcp.save(engine.state(), checkpoint_id=local)
+        with _real_cause(str(local), writing=True):
+            dcp.save(state, checkpoint_id=local, process_group=group)
         return
     with tempfile.TemporaryDirectory() as staging:
-        dcp.save(engine.state(), checkpoint_id=staging)
+        with _real_cause(staging, writing=True):
+            dcp.save(state, checkpoint_id=staging, process_group=group)
         store.upload(Path(staging), folder)
-    dist.barrier()
 
 
 def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
-    """Puts the state in `folder` of the store into the engine, whatever world size wrote it."""
+    """Puts the state in `folder` of the store into the engine, whatever world size and mesh wrote it."""
     state = engine.state()
     local = store.local_path(folder)
     if local is not None:
-        dcp.load(state, checkpoint_id=local)
+        with _real_cause(str(local)):
+            dcp.load(state, checkpoint_id=local)
     else:
         with tempfile.TemporaryDirectory() as staging:
             store.download(folder, Path(staging))
-            dcp.load(state, checkpoint_id=staging)
+            with _real_cause(staging):
+                dcp.load(state, checkpoint_id=staging)
     engine.load_state(state)
 
 
+@contextmanager
+def _real_cause(path: str, writing: bool = False) -> Iterator[None]:
+    """What the first rank failed at, as one of this project's kinds, instead of torch's collection of all failures."""
+    with storage_errors(path, writing):
+        try:
+            yield
+        except CheckpointException as error:
+            # Not even an Exception: nothing but a bare except would stop it.
+            raise next(iter(error.failures.values()))[0] from error
+        except RuntimeError as error:
+            # Failures of a rank's own come as above; this is one of the messages between the ranks.
+            raise TransientError(f"a rank was lost while a checkpoint was read or written: {error}") from error
+
+
 def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, folder: str) -> None:
-    """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config and tokenizer.
+    """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer and templates.
 
     Args:
         source: the folder that the model came from, whose tokenizer and templates go along.
@@ -53,18 +104,31 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
             weights.pop("lm_head.weight", None)
         with tempfile.TemporaryDirectory() as staging:
             target = Path(staging)
-            model.save_pretrained(target, state_dict=weights)
-            # That wrote the type of the float32 master weights into the config.
-            config = copy.deepcopy(model.config)
-            config.dtype = DTYPES[dtype]
-            config.save_pretrained(target)
-            for file in source.iterdir():
-                if file.is_file() and not (target / file.name).exists() and not _is_weights(file.name):
-                    shutil.copyfile(file, target / file.name)
+            _save_pretrained(model, weights, DTYPES[dtype], target)
+            for file in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
+                place = target / file.relative_to(source)
+                if file.is_file() and not place.exists() and not _is_weights(file.name):
+                    place.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, place)
             store.remove(folder)
             store.upload(target, folder)
     dist.barrier()
 
 
+def _save_pretrained(model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype, target: Path) -> None:
+    # A generation config that sets, say, a temperature without do_sample is common and is loaded without complaint, but
+    # transformers refuses to save it; it goes along as it is.
+    generation, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(target, state_dict=weights)
+    finally:
+        model.generation_config = generation
+    generation.to_json_file(target / "generation_config.json")
+    # What was saved has the type of the float32 master weights in its config.
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(target)
+
+
 def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", ".index.json")) or name == MANIFEST
+    return name.endswith((*WEIGHTS, ".index.json")) or name == MANIFEST

@@ -10,39 +10,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_core.data.balance import balanced_parts
 from rl_core.data.protocol import DataProto
+from rl_core.errors import InputError
 from rl_core.models.attention import to_device
 from rl_core.models.load import Packed
 from rl_core.training.place import Place
 
 
-def balanced_parts(lengths: list[int], parts: int) -> list[list[int]]:
-    """Row indices in `parts` groups of about equal token sums: longest first, each into the emptiest group."""
-    groups: list[list[int]] = [[] for _ in range(parts)]
-    loads = [0] * parts
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        # Empty groups come first, so that no group stays empty while there are rows for it.
-        lightest = min(range(parts), key=lambda g: (loads[g], g))
-        groups[lightest].append(index)
-        loads[lightest] += lengths[index]
-    return [sorted(group) for group in groups]
+def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Row indices in as few balanced groups as hold at most `max_tokens` each, the heaviest first.
 
-
-def split_by_tokens(lengths: list[int], max_tokens: int, device: torch.device | None = None) -> list[list[int]]:
-    """Row indices in as few balanced groups as hold at most `max_tokens` each; the number is agreed by all ranks.
-
-    Raises ValueError when one row alone is above the budget.
+    All ranks take part, with the same number of rows each, and get the same number of groups. Raises InputError on
+    all of them when one rank has a row that alone is above the budget.
     """
-    if max(lengths) > max_tokens:
-        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
-    parts = -(-sum(lengths) // max_tokens)
-    while max(sum(lengths[i] for i in group) for group in balanced_parts(lengths, parts)) > max_tokens:
-        parts += 1
-    agreed = torch.tensor(parts)  # on the CPU also where there are GPUs, which need not wait for it
+    longest = max(lengths)
+    groups = _within_budget(lengths, max_tokens) if longest <= max_tokens else []
+    # FSDP gathers weights in every forward, so ranks must run the same number of them, or none at all.
+    wanted = torch.tensor([len(groups), longest])  # on the CPU also where there are GPUs, which need not wait for it
     if dist.is_initialized():
-        # FSDP gathers weights in every forward, so ranks must run the same number of them.
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    return balanced_parts(lengths, int(agreed))
+        dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+    agreed, longest = wanted.tolist()
+    if longest > max_tokens:
+        raise InputError(
+            f"sequences of at most {max_tokens} tokens, what one micro-batch holds",
+            f"one of {longest} tokens",
+            "actor.max_tokens_per_micro_batch",
+            f"set actor.max_tokens_per_micro_batch={longest}, or lower data.max_prompt_length or "
+            "data.max_response_length",
+        )
+    while len(groups) < agreed:
+        # Not a new partition, which may be above the budget although it has more groups.
+        heaviest = max((group for group in groups if len(group) > 1), key=lambda group: _sum(lengths, group))
+        groups.remove(heaviest)
+        halves = balanced_parts([lengths[row] for row in heaviest], 2)
+        groups += [[heaviest[place] for place in half] for half in halves]
+    return sorted(groups, key=lambda group: (-_sum(lengths, group), group))
+
+
+def _within_budget(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    parts = -(-sum(lengths) // max_tokens)
+    while True:
+        groups = balanced_parts(lengths, parts)
+        if _sum(lengths, groups[0]) <= max_tokens:
+            return groups
+        parts += 1
+
+
+def _sum(lengths: list[int], rows: list[int]) -> int:
+    return sum(lengths[row] for row in rows)
 
 
 class MicroBatch:

@@ -78,8 +78,9 @@ def test_it_has_the_same_metrics_and_score(home: Path, small: Result, other_home
 
 def test_it_did_not_repeat_what_was_committed(resumed: Result) -> None:
     assert "supervised step" not in resumed.output
+    # Step 3 was killed as soon as it was done: its checkpoint may or may not have been committed by then.
     first = re.search(r"step (\d)/6", resumed.output)
-    assert first and first[1] in ("4", "5")
+    assert first and first[1] in ("3", "4", "5")
 
 
 def test_mlflow_has_one_run_with_every_step_once(other_home: Path, resumed: Result) -> None:

@@ -1,5 +1,9 @@
 """The live engine against the trainer and against transformers, in float32."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +14,11 @@ from support import LENGTHS, off_policy, plain_log_probs, policy_engine, rows_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rl_core.cluster.resources import WORKER_ENV
 from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
+from rl_core.models.load import load_tokenizer
 from rl_core.rollout.agent_loop import run_trajectories
 from rl_core.rollout.engine import Completion, Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
@@ -208,3 +214,22 @@ def test_sleeping_and_waking_keeps_the_weights(trainer: Trainer, vllm_engine: "V
     vllm_engine.sleep()
     trainer.sharding.push(0)
     assert [c.token_ids for c in vllm_engine.generate(PROMPTS, [0] * 4, GREEDY)] == [c.token_ids for c in before]
+
+
+def test_an_export_is_served_by_vllm_as_it_is(trainer: Trainer, tmp_path: Path) -> None:
+    """Loaded from the folder alone, with its tokenizer, template and generation config."""
+    trainer.train()
+    trainer.engine.model.generation_config.temperature = 0.6
+    model = trainer.export(tmp_path)
+    logits_TV = model(torch.tensor([FIXED])).logits[0, :-1]
+    wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(FIXED[1:])[:, None]).squeeze(1)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "load_export.py"), str(tmp_path / "export"), *map(str, FIXED)],
+        env={**os.environ, **WORKER_ENV}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    served = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    torch.testing.assert_close(torch.tensor(served["log_probs"]), wanted, rtol=0, atol=TOLERANCE)
+    tokenizer = load_tokenizer(trainer.model)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "1 2"}], tokenize=False)
+    assert served == {**served, "temperature": 0.6, "chat": chat, "end": tokenizer.eos_token}

@@ -1,16 +1,18 @@
+import json
+import shutil
 import uuid
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import LENGTHS, off_policy, policy_engine, rows_of, update_alone, weights_of
-from transformers import AutoModelForCausalLM
+from support import LENGTHS, off_policy, policy_engine, rows_of, save, update_alone, weights_of
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rl_core.config.schema import OptimConfig
 from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.storage import Store
-from rl_core.training.checkpoint import export_model, load_engine, save_engine
+from rl_core.training.checkpoint import export_model, load_engine
 from rl_core.training.place import Place
 
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="linear", warmup_steps=1, weight_decay=0.1)
@@ -27,7 +29,7 @@ def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, place: Place, st
     rows = off_policy(engine, rows_of(LENGTHS))
     for _ in range(steps):
         update_alone(engine, rows)
-    save_engine(engine, store, "step")
+    save(engine, store, "step")
     metrics = [update_alone(engine, rows) for _ in range(2)]
     resumed = policy_engine(tiny_model, place, OPTIM)
     load_engine(resumed, store, "step")
@@ -40,7 +42,7 @@ def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, place: Place, st
 def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, place: Place, tmp_path: Path) -> None:
     engine = policy_engine(tiny_model, place, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
-    save_engine(engine, Store(str(tmp_path)), "start")
+    save(engine, Store(str(tmp_path)), "start")
     first = update_alone(engine, rows), weights_of(engine)
     update_alone(engine, rows)
     load_engine(engine, Store(str(tmp_path)), "start")
@@ -72,3 +74,45 @@ def test_an_export_is_an_ordinary_folder(
     assert model.dtype == kind and model.config.architectures == ["Qwen3ForCausalLM"]
     for name, tensor in engine.full_parameters():
         assert torch.equal(model.state_dict()[name], tensor.to(kind)), name
+
+
+def with_extras(model: Path, folder: Path) -> Path:
+    """A copy of the model with what folders from elsewhere have beside the weights."""
+    shutil.copytree(model, folder)
+    generation = {"eos_token_id": [2, 5], "temperature": 0.6, "top_p": 0.9}  # not with do_sample, as it often is
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("{{ messages }}")
+    for name in ("pytorch_model.bin", "consolidated.00.pth", "manifest.json"):
+        (folder / name).write_text("of the old weights")
+    return folder
+
+
+def test_what_lies_beside_the_weights_goes_along(tiny_model: Path, place: Place, tmp_path: Path) -> None:
+    source = with_extras(tiny_model, tmp_path / "source")
+    engine = policy_engine(source, place)
+    export_model(engine, "float32", source, Store(str(tmp_path)), "export")
+    export = tmp_path / "export"
+    kept = ["chat_template.jinja", "special_tokens_map.json", "additional_chat_templates/tool_use.jinja"]
+    for name in [*kept, "tokenizer.json", "tokenizer_config.json"]:
+        assert (export / name).read_bytes() == (source / name).read_bytes(), name
+    assert {file.name for file in export.iterdir()} == {
+        "additional_chat_templates", "chat_template.jinja", "config.json", "generation_config.json",
+        "model.safetensors", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    generation = GenerationConfig.from_pretrained(export)
+    assert (generation.eos_token_id, generation.temperature, generation.top_p) == ([2, 5], 0.6, 0.9)
+    assert stop_tokens(export) == (2, 5)
+
+
+def test_a_generation_config_that_only_the_model_has_goes_along(tiny_model: Path, place: Place, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model, source)
+    (source / "generation_config.json").unlink()
+    engine = policy_engine(source, place)
+    engine.model.generation_config = GenerationConfig(eos_token_id=[2, 7], do_sample=True, temperature=0.8)
+    export_model(engine, "float32", source, Store(str(tmp_path)), "export")
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config
+    assert (generation.eos_token_id, generation.temperature) == ([2, 7], 0.8)
+    assert engine.model.generation_config.temperature == 0.8, "the model in training lost its own"

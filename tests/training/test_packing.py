@@ -1,23 +1,14 @@
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import ALONE, WIDTH, rows_of
 
-from rl_core.training.packing import MicroBatch, balanced_parts, micro_batches, split_by_tokens
+from rl_core.errors import InputError
+from rl_core.training.packing import MicroBatch, micro_batches, split_by_tokens
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
-
-
-@settings(deadline=None)
-@given(LENGTHS, st.integers(1, 8))
-def test_balanced_parts_are_a_balanced_partition(lengths: list[int], parts: int) -> None:
-    groups = balanced_parts(lengths, parts)
-    assert len(groups) == parts
-    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in group) for group in groups]
-    assert max(loads) - min(loads) <= max(lengths)
-    assert sum(not group for group in groups) == max(0, parts - len(lengths))
 
 
 @settings(deadline=None)
@@ -32,8 +23,33 @@ def test_groups_stay_within_the_token_budget(lengths: list[int], max_tokens: int
 
 def test_a_row_above_the_budget_is_refused() -> None:
     assert split_by_tokens([10, 3], 10) == [[0], [1]]
-    with pytest.raises(ValueError, match="11 tokens does not fit in a micro-batch of 10"):
+    with pytest.raises(InputError) as raised:
         split_by_tokens([3, 11], 10)
+    assert "at most 10 tokens" in raised.value.expected and "11 tokens" in raised.value.seen
+    assert raised.value.where == "actor.max_tokens_per_micro_batch"
+    assert "actor.max_tokens_per_micro_batch=11" in raised.value.fix
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(50, 300), st.data())
+def test_more_groups_for_the_other_ranks_sake_stay_within_the_budget(
+    lengths: list[int], max_tokens: int, data: st.DataObject
+) -> None:
+    own = len(split_by_tokens(lengths, max_tokens))
+    wanted = data.draw(st.integers(own, len(lengths)))
+
+    def another_rank(agreed: torch.Tensor, **_: object) -> None:
+        agreed.copy_(torch.maximum(agreed, torch.tensor([wanted, 1])))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_backend", lambda: "gloo")
+        patch.setattr(dist, "all_reduce", another_rank)
+        groups = split_by_tokens(lengths, max_tokens)
+    assert len(groups) == wanted and all(groups)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in group) for group in groups]
+    assert loads == sorted(loads, reverse=True) and loads[0] <= max_tokens
 
 
 @settings(deadline=None)

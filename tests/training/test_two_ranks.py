@@ -8,11 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import LENGTHS, WIDTH, distance, off_policy, plain_log_probs, policy_engine, rows_of, update, weights_of
+from support import (
+    LENGTHS,
+    WIDTH,
+    distance,
+    off_policy,
+    plain_log_probs,
+    policy_engine,
+    rows_of,
+    save,
+    update,
+    weights_of,
+)
 from torch import Tensor
 
 from rl_core.storage import Store
-from rl_core.training.checkpoint import load_engine, save_engine
+from rl_core.training.checkpoint import load_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.place import Place
 
@@ -41,7 +52,7 @@ class Outcome:
         self.folder, self.store = folder, Store(str(folder))
         alone = Alone(model, place)
         self.metrics, self.first = alone.update(), weights_of(alone.engine)
-        save_engine(alone.engine, self.store, "alone")
+        save(alone.engine, self.store, "alone")
         alone.update()
         self.second = weights_of(alone.engine)
         self._run(model)

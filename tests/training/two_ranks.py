@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from support import LENGTHS, off_policy, policy_engine, rows_of, update, weights_of
+from support import LENGTHS, off_policy, policy_engine, rows_of, save, update, weights_of
 
 from rl_core.config.schema import ActorConfig, OptimConfig
 from rl_core.storage import Store
-from rl_core.training.checkpoint import export_model, load_engine, save_engine
+from rl_core.training.checkpoint import export_model, load_engine
 from rl_core.training.place import make_place
 
 MAX_TOKENS = 21
@@ -43,7 +43,7 @@ def main(rank: int, model: Path, folder: Path) -> None:
     numbers = {**{name: torch.tensor(value) for name, value in metrics.items()}, "local": torch.tensor(local)}
     write("metrics", numbers)
     write("first", weights_of(engine))
-    save_engine(engine, store, "together")
+    save(engine, store, "together")
     export_model(engine, "float32", model, store, "export")
     log_probs_BR = engine.compute(mine, 1.0)[0]
     gathered = [torch.zeros_like(log_probs_BR) for _ in range(2)]
