@@ -10,6 +10,7 @@ demo: .venv/installed
 
 test: check
 	$(BIN)/python -m pytest
+	$(BIN)/python tests/mutation/run.py
 
 # Ten bugs are planted into a copy of the library, one at a time; the tests must notice each.
 mutation: .venv/installed

@@ -127,6 +127,7 @@ class Baseline:
 
 def measure(case: Case, folder: Path, device: torch.device) -> tuple[float, float]:
     """Tokens a second and GPU (of the middle one of several rounds), and the peak of allocated memory in GiB."""
+    torch.compiler.reset()  # or the shapes of the case before make this one's kernels dynamic
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     made = Engine(case, folder, device) if case.engine else Baseline(case, folder, device)

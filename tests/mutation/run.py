@@ -76,8 +76,8 @@ BUGS = (
     Bug(
         "off-by-one log-probs",
         "rl_core/models/load.py",
-        "_hidden_states(self.hf, packed)[target_N - 1]",
-        "_hidden_states(self.hf, packed)[target_N]",
+        "before_N = target_N - 1",
+        "before_N = target_N",
         ("tests/training/test_engine.py::test_compute_gives_the_log_probs_of_the_plain_model",),
     ),
     Bug(
