@@ -23,13 +23,12 @@ class InputError(RollforwardError):
         self.expected, self.seen, self.where, self.fix = expected, seen, where, fix
 
     def __str__(self) -> str:
-        return (
-            f"expected: {self.expected}\n"
-            f"    seen: {self.seen}\n"
-            f"   where: {self.where}\n"
-            f"     fix: {self.fix}"
-        )
+        return f"expected: {self.expected}\n    seen: {self.seen}\n   where: {self.where}\n     fix: {self.fix}"
 
 
 class TrainingError(RollforwardError):
     """Training itself went wrong (non-finite loss, weights out of step); state is kept for inspection."""
+
+
+class WorkerError(TrainingError):
+    """A worker raised what nobody foresaw; the message begins with it and has its traceback."""

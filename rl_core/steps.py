@@ -19,7 +19,7 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError, TransientError
 from rl_core.metrics import Metrics
-from rl_core.rewards.runner import RewardResult, RewardRunner
+from rl_core.rewards.runner import RewardResult, Scoring
 
 # Stream of random numbers that no attempt of dynamic sampling uses.
 PF_PPO_STREAM = 1_000_000
@@ -60,7 +60,7 @@ def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def score(
-    batch: DataProto, rewards: RewardRunner, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
+    batch: DataProto, rewards: Scoring, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
 ) -> DataProto:
     """Adds `token_level_scores` [B, R], the score on each response's last token, and `scored` [B], who has one.
 
@@ -120,22 +120,23 @@ def shaped(batch: DataProto, config: RunConfig) -> DataProto:
 
 
 def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:
-    """Row order in which every rank's share holds its part of each mini-batch, of about equal token sums.
+    """Row order in which every data-parallel group's share holds its part of each mini-batch, of about equal token
+    sums.
 
-    Rows are dealt by length, back and forth over the ranks, within each mini-batch.
+    Rows are dealt by length, back and forth over the groups, within each mini-batch.
     """
     length_B = (batch.batch["prompt_length"] + batch.batch["response_length"]).tolist()
-    world, per_mini = config.world_size, config.mini_batch_size * config.rollout.n
-    ranks: list[list[int]] = [[] for _ in range(world)]
-    if world == 1:
+    count, per_mini = config.data_parallel_size, config.mini_batch_size * config.rollout.n
+    shares: list[list[int]] = [[] for _ in range(count)]
+    if count == 1:
         return list(range(len(batch)))
     for start in range(0, len(batch), per_mini):
         by_length = sorted(range(start, start + per_mini), key=lambda i: (-length_B[i], i))
-        for deal in range(0, per_mini, world):
-            hand = by_length[deal : deal + world]
-            for rank, row in enumerate(hand if deal // world % 2 == 0 else hand[::-1]):
-                ranks[rank].append(row)
-    return [row for rank in ranks for row in rank]
+        for deal in range(0, per_mini, count):
+            hand = by_length[deal : deal + count]
+            for share, row in zip(shares, hand if deal // count % 2 == 0 else hand[::-1], strict=True):
+                share.append(row)
+    return [row for share in shares for row in share]
 
 
 def apply_kl(batch: DataProto, kind: str, coef: float) -> tuple[DataProto, Metrics]:
@@ -223,7 +224,7 @@ def policy_filter(batch: DataProto, config: RunConfig, step: int) -> DataProto:
 
 
 def training_rows(batch: DataProto, config: RunConfig, step: int) -> DataProto:
-    """The step's rows as the workers train on them: after policy filtering, each rank's share behind the other's."""
+    """The step's rows as the workers train on them: after policy filtering, one group's share behind the other's."""
     batch = policy_filter(batch, config, step)
     return batch.reorder(balanced_order(batch, config))
 

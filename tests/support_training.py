@@ -86,7 +86,7 @@ def train_small_runs(home: Path, ray_home: Path) -> Trained:
     """Trains them, one after the other, in one Ray session."""
     configs = {name: compose(recipe, [*SMALL, *settings]).config for name, (recipe, settings) in RUNS.items()}
     trained = Trained(home, configs)
-    with ray_session(ray_home, max(config.world_size for config in configs.values()), False):
+    with ray_session(ray_home, max(config.places for config in configs.values()), False):
         for name, config in configs.items():
             _train(trained.store(name), config, home / "models" / name)
     return trained
@@ -98,11 +98,19 @@ def _train(store: Store, config: RunConfig, model: Path) -> None:
     tokenizer = load_tokenizer(model)
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
-    with RewardRunner(config.reward) as rewards:
-        roles = Roles(config)
+    with RewardRunner(config.reward) as scorer:
+        roles = Roles(config, store.url)
         try:
             trainer = PPOTrainer(
-                config, store, tokenizer, rows, data_hash, roles, rewards, lambda record: None, lambda step: None
+                config,
+                store,
+                tokenizer,
+                rows,
+                data_hash,
+                roles,
+                roles.with_reward_model(scorer),
+                lambda record: None,
+                lambda step: None,
             )
             trainer.start(str(model))
             trainer.fit(config.trainer.steps)
