@@ -6,12 +6,12 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from rl_core.config.schema import ActorConfig, OptimConfig, RunConfig, TinyModelConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, load_causal_lm
-from rl_core.models.tiny import save_tiny_model
+from rl_core.models.tiny import build_tokenizer, save_tiny_model, tiny_config
 from rl_core.rollout.agent_loop import Trajectory, to_batch
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
@@ -31,6 +31,24 @@ def save_sharp_model(folder: Path) -> None:
         model.model.embed_tokens.weight.mul_(4)
         model.model.layers[0].self_attn.o_proj.weight.mul_(5)
     model.save_pretrained(folder)
+
+
+def save_reward_model(folder: Path, template: bool = True, pad: bool = True) -> None:
+    """A tiny sequence classifier with one label; its vocabulary is not the offline model's."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["sort", "0", "1"])
+    if not template:
+        tokenizer.chat_template = None
+    config = tiny_config(TinyModelConfig(hidden_size=64, layers=2, heads=1), 48)
+    config.vocab_size, config.num_labels = len(tokenizer), 1
+    if not pad:
+        config.pad_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = Qwen3ForSequenceClassification(config)
+        model.score.weight.data.normal_(std=0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def policy_engine(

@@ -1,5 +1,7 @@
 """Small real runs without the flow: what their ledgers and rollouts hold, for tests of several pages."""
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,31 +90,23 @@ def train_small_runs(home: Path, ray_home: Path) -> Trained:
     trained = Trained(home, configs)
     with ray_session(ray_home, max(config.places for config in configs.values()), False):
         for name, config in configs.items():
-            _train(trained.store(name), config, home / "models" / name)
+            with trainer_of(trained.store(name), config, home / "models" / name) as trainer:
+                trainer.fit(config.trainer.steps)
     return trained
 
 
-def _train(store: Store, config: RunConfig, model: Path) -> None:
+@contextmanager
+def trainer_of(store: Store, config: RunConfig, model: Path) -> Iterator[PPOTrainer]:
+    """A trainer at its start, with an offline model and everything that it needs; Ray must be running."""
     store.write_json("run.json", {"config": config.model_dump(mode="json")})
     save_tiny_model(model, config.model.tiny, 24, config.trainer.seed)
     tokenizer = load_tokenizer(model)
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
-    with RewardRunner(config.reward) as scorer:
-        roles = Roles(config, store.url)
-        try:
-            trainer = PPOTrainer(
-                config,
-                store,
-                tokenizer,
-                rows,
-                data_hash,
-                roles,
-                roles.with_reward_model(scorer),
-                lambda record: None,
-                lambda step: None,
-            )
-            trainer.start(str(model))
-            trainer.fit(config.trainer.steps)
-        finally:
-            roles.close()
+    with RewardRunner(config.reward) as scorer, closing(Roles(config, store.url)) as roles:
+        scoring = roles.with_reward_model(scorer)
+        trainer = PPOTrainer(
+            config, store, tokenizer, rows, data_hash, roles, scoring, lambda record: None, lambda step: None
+        )
+        trainer.start(str(model))
+        yield trainer

@@ -134,7 +134,8 @@ class Placement:
         """Reserves one bundle a machine; TransientError when the cluster does not give them in time."""
         self.pool, self.namespace = pool, namespace(run)
         strategy = "STRICT_SPREAD" if pool.nodes > 1 else "PACK"
-        self.group = placement_group([pool.bundle()] * pool.nodes, strategy=strategy, name=self.namespace)
+        name = f"{self.namespace} ({pool.setting})"
+        self.group = placement_group([pool.bundle()] * pool.nodes, strategy=strategy, name=name)
         if not self.group.wait(timeout_seconds=min(deadline, PATIENCE)):
             raise TransientError(f"the cluster did not give {_wanted(pool)} in time")
         order = {machine.node_id: place for place, machine in enumerate(machines())}
@@ -169,7 +170,7 @@ def end_attempts(run: str) -> None:
         while True:
             named = ray.util.list_named_actors(all_namespaces=True)
             actors = [actor["name"] for actor in named if actor["namespace"] == mine]  # type: ignore[index]
-            groups = [table for table in _live_groups() if table["name"] == mine]
+            groups = [table for table in _live_groups() if table["name"].rpartition(" (")[0] == mine]
             if not actors and not groups:
                 return
             if time.monotonic() - start > PATIENCE:

@@ -245,14 +245,13 @@ class RunConfig(Section):
         """Whether advantages come from a value model."""
         return self.algorithm.estimator == "gae"
 
-    @model_validator(mode="after")
-    def _combinations(self) -> "RunConfig":
-        batch, mini, n = self.data.train_batch_size, self.mini_batch_size, self.rollout.n
-        checks = [
-            (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
+    def _layout_checks(self) -> list[tuple[object, str]]:
+        """What has to hold of the ranks, each with the words for when it does not."""
+        rows = self.mini_batch_size * self.rollout.n
+        return [
             (
-                mini * n % self.data_parallel_size == 0,
-                f"actor.mini_batch_size × rollout.n = {mini * n} responses must be a multiple of the "
+                rows % self.data_parallel_size == 0,
+                f"actor.mini_batch_size × rollout.n = {rows} responses must be a multiple of the "
                 f"{self.data_parallel_size} data-parallel ranks (trainer.nodes × trainer.ranks_per_node ÷ "
                 "engine.sequence_parallel_size)",
             ),
@@ -272,13 +271,21 @@ class RunConfig(Section):
                 f"{self.data_parallel_size} data-parallel ranks",
             ),
             (
-                self.reward.function != "none" or self.reward.model.path,
-                "reward.function=none leaves the scoring to a reward model and needs reward.model.path",
-            ),
-            (
                 self.reward.model.nodes == 1 or self.reward.model.ranks_per_node,
                 f"reward.model.nodes={self.reward.model.nodes} needs reward.model.ranks_per_node, which gives the "
                 "reward model a pool of its own",
+            ),
+        ]
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "RunConfig":
+        batch, mini, n = self.data.train_batch_size, self.mini_batch_size, self.rollout.n
+        checks: list[tuple[object, str]] = [
+            *self._layout_checks(),
+            (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
+            (
+                self.reward.function != "none" or self.reward.model.path,
+                "reward.function=none leaves the scoring to a reward model and needs reward.model.path",
             ),
             (
                 self.algorithm.estimator not in GROUP_ESTIMATORS or n > 1,

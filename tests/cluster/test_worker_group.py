@@ -18,6 +18,7 @@ from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
 from rl_core.cluster.worker_group import RayWorkerGroup
+from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError, TrainingError, TransientError, WorkerError
 
@@ -266,6 +267,50 @@ def test_the_root_cause_is_shown_not_the_broken_collective_it_leads_to(
     assert time.monotonic() - start < calls.GRACE + 4
 
 
+def joining_class() -> type:
+    from rl_core.cluster.workers import Worker
+
+    class Joining(Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def gather(self, second: str) -> float:
+            import torch.distributed as dist
+
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            if int(os.environ["RANK"]) == 1:
+                time.sleep(1.0)
+                if second == "raises":
+                    raise ValueError("the real cause")
+                os._exit(1)
+            dist.all_reduce(value)
+            return value.item()
+
+    return Joining
+
+
+@pytest.mark.parametrize(
+    ("second", "expected", "text"),
+    [
+        ("raises", WorkerError, "^Joining.gather on rank 1 raised ValueError: the real cause"),
+        ("dies", TransientError, "^rank 1 of Joining was lost during gather"),
+    ],
+)
+def test_a_real_collective_that_another_rank_leaves(
+    ray_here: None, second: str, expected: type[Exception], text: str
+) -> None:
+    """Gloo itself: the first rank hangs in it, or fails in words of its own, because of the second one."""
+    run = f"s3://bucket/runs/{second}"
+    (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    group = RayWorkerGroup(placement, joining_class(), (RunConfig(),), env, 0.5, 120)
+    group.meet()
+    start = time.monotonic()
+    with pytest.raises(expected, match=text):
+        group.gather(second)
+    assert time.monotonic() - start < calls.GRACE + 5
+    end_attempts(run)
+
+
 def test_nothing_is_left_when_the_run_is_closed(ray_here: None) -> None:
     run = "s3://bucket/runs/closed"
     (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
@@ -273,7 +318,7 @@ def test_nothing_is_left_when_the_run_is_closed(ray_here: None) -> None:
     assert all("Worker" in process.name() or "Worker" in " ".join(process.cmdline()) for process in processes)
     end_attempts(run)
     assert placement.namespace not in {actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-    states = {table["state"] for table in placement_group_table().values() if table["name"] == placement.namespace}
+    states = {table["state"] for table in placement_group_table().values() if run in table["name"]}
     assert states == {"REMOVED"}
     _, left = psutil.wait_procs(processes, timeout=5)
     assert not left
