@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.resources import ray_session, resource_pool, worker_env
-from rl_core.cluster.roles import Roles
-from rl_core.cluster.worker_group import Placement, RayWorkerGroup
+from rl_core.cluster.placement import reserve
+from rl_core.cluster.resources import ray_session, resource_pools
+from rl_core.cluster.roles import Roles, start_groups
 from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker, Worker
 from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
@@ -84,12 +84,11 @@ class LearningRoles(Roles):
     """One set of live workers for many configs of the same model and lengths up to the first one's."""
 
     def __init__(self, config: RunConfig, model: Path) -> None:
-        pool, deadline = resource_pool(config.trainer), config.trainer.call_timeout_s
-        self.placement = Placement(pool, deadline)
-        self.workers = [
-            RayWorkerGroup(pool, self.placement.group, worker, (config,), worker_env(config.trainer), 0.5, deadline)
-            for worker in (LearningActor, LearningCritic)
-        ]
+        self.run = str(model)
+        (placement,) = reserve(resource_pools(config), self.run, config.trainer.call_timeout_s)
+        self.workers = start_groups(placement, [LearningActor, LearningCritic], config)
+        for group in self.workers:
+            group.meet()
         self.actor = self.workers[0]
         self.use(config)
         self.init_models(str(model), 1)
@@ -97,14 +96,9 @@ class LearningRoles(Roles):
     def use(self, config: RunConfig) -> None:
         """Takes the config; `init_models` has to follow."""
         self.config = config
-        self.groups = self.workers[: 1 + config.needs_critic]
-        for group in self.groups:
+        self.trained = self.workers[: 1 + config.needs_critic]
+        for group in self.trained:
             group.configure(config)
-
-    def close(self) -> None:
-        """Ends all processes, also those that the last config has no use for."""
-        self.groups = self.workers
-        super().close()
 
 
 class _Learned(Exception):

@@ -28,3 +28,7 @@ class InputError(RollforwardError):
 
 class TrainingError(RollforwardError):
     """Training itself went wrong (non-finite loss, weights out of step); state is kept for inspection."""
+
+
+class WorkerError(TrainingError):
+    """A worker raised what nobody foresaw; the message begins with it and has its traceback."""

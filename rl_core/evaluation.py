@@ -10,14 +10,14 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
-from rl_core.rewards.runner import RewardRunner
+from rl_core.rewards.runner import Scoring
 from rl_core.steps import response_seeds, response_texts
 
 SAMPLES_SHOWN = 20
 
 
 def evaluate(
-    config: RunConfig, rows: RLHFDataset, roles: Roles, rewards: RewardRunner, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, rows: RLHFDataset, roles: Roles, rewards: Scoring, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Mean greedy score, mean sampled score over `evaluation.sampled_n` responses a prompt, and a few answers.
 
@@ -43,7 +43,7 @@ def _scores(
     config: RunConfig,
     rows: RLHFDataset,
     roles: Roles,
-    rewards: RewardRunner,
+    rewards: Scoring,
     tokenizer: PreTrainedTokenizerBase,
     temperature: float,
     n: int,

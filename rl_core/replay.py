@@ -130,7 +130,7 @@ def replay(batch: DataProto, config: RunConfig, kl_coef: float, step: int) -> tu
 def first_loss(batch: DataProto, config: RunConfig, step: int) -> float:
     """Policy loss of the step's first mini-batch, before any update: there the policy is still the old one."""
     minis = config.data.train_batch_size // config.mini_batch_size
-    shares = steps.training_rows(batch, config, step).chunk(config.world_size)
+    shares = steps.training_rows(batch, config, step).chunk(config.data_parallel_size)
     mini = DataProto.concat([share.chunk(minis)[0] for share in shares])
     log_prob_BR, entropy_BR = mini.batch["old_log_probs"], mini.batch["entropy"]
     if "selected_BR" in POLICY_LOSSES.resolve(config.actor.policy_loss).needs:

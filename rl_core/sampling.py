@@ -12,7 +12,7 @@ from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
 from rl_core.metrics import Metrics, Phases
-from rl_core.rewards.runner import RewardRunner
+from rl_core.rewards.runner import Scoring
 
 
 class Sampler:
@@ -24,7 +24,7 @@ class Sampler:
         rows: RLHFDataset,
         loader: StatefulLoader,
         roles: Roles,
-        rewards: RewardRunner,
+        rewards: Scoring,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.config, self.rows, self.loader, self.roles = config, rows, loader, roles

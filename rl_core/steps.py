@@ -20,7 +20,7 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError, TransientError
 from rl_core.metrics import Metrics
-from rl_core.rewards.runner import RewardResult, RewardRunner
+from rl_core.rewards.runner import RewardResult, Scoring
 
 # Stream of random numbers that no attempt of dynamic sampling uses.
 PF_PPO_STREAM = 1_000_000
@@ -61,7 +61,7 @@ def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def score(
-    batch: DataProto, rewards: RewardRunner, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
+    batch: DataProto, rewards: Scoring, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
 ) -> DataProto:
     """Adds `token_level_scores` [B, R], the score on each response's last token, and `scored` [B], who has one.
 
@@ -219,7 +219,7 @@ def policy_filter(batch: DataProto, config: RunConfig, step: int) -> DataProto:
 
 
 def training_rows(batch: DataProto, config: RunConfig, step: int) -> DataProto:
-    """The step's rows as the workers train on them: after policy filtering, each rank's share behind the other's."""
+    """The step's rows as the workers train on them: after policy filtering, one group's share behind the other's."""
     batch = policy_filter(batch, config, step)
     return batch.reorder(balanced_order(batch, config))
 

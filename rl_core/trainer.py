@@ -16,7 +16,7 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
 from rl_core.ledger import Ledger
 from rl_core.metrics import Metrics, Phases, batch_metrics
-from rl_core.rewards.runner import RewardRunner
+from rl_core.rewards.runner import Scoring
 from rl_core.sampling import Sampler
 from rl_core.storage import Json, Store, step_name
 
@@ -32,7 +32,7 @@ class PPOTrainer:
         rows: RLHFDataset,
         data_hash: str,
         roles: Roles,
-        rewards: RewardRunner,
+        rewards: Scoring,
         on_step: Callable[[dict[str, Any]], None],
         on_commit: Callable[[int], None],
     ) -> None:
@@ -73,11 +73,12 @@ class PPOTrainer:
             with phase("log_prob"):
                 order = torch.tensor(steps.balanced_order(batch, config))
                 batch = batch.reorder(order)
+                values = roles.critic.compute_values.submit(batch) if config.needs_critic else None
                 batch = batch.union(roles.actor.compute_log_prob(batch))
                 if config.needs_reference:
                     batch = batch.union(roles.actor.compute_ref_log_prob(batch))
-                if config.needs_critic:
-                    batch = batch.union(roles.critic.compute_values(batch))
+                if values:
+                    batch = batch.union(values.get())
                 batch = batch.reorder(order.argsort())  # back: mini-batches must not depend on the number of ranks
             with phase("advantage"):
                 batch, shaping = steps.shape(batch, config, self.kl_controller)
@@ -89,9 +90,10 @@ class PPOTrainer:
             with phase("commit"):
                 self.commits.finish()  # the step before; its shards were written during the rollouts
             with phase("update"):
-                if config.needs_critic:
-                    metrics |= prefixed("critic", roles.critic.update_critic(rows))
+                critic_update = roles.critic.update_critic.submit(rows) if config.needs_critic else None
                 metrics |= prefixed("actor", roles.actor.update_actor(rows))
+                if critic_update:
+                    metrics |= prefixed("critic", critic_update.get())
                 phase.count("update", tokens * passes)
             with phase("push"):
                 metrics["kl/canary"] = max(roles.actor.push_weights(step))

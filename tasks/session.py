@@ -25,7 +25,7 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.ledger import Ledger
 from rl_core.models.load import check_model_folder, load_tokenizer
 from rl_core.models.tiny import save_tiny_model
-from rl_core.rewards.runner import RewardRunner
+from rl_core.rewards.runner import RewardRunner, Scoring
 from rl_core.storage import Store
 from rl_core.trainer import PPOTrainer
 from rl_core.warm_start import FOLDER as WARM_START
@@ -123,15 +123,16 @@ class Session:
     @cached_property
     def roles(self) -> Roles:
         """The worker groups, started with Ray."""
-        self._resources.enter_context(ray_session(self.run.home, self.config.world_size, self.verbose))
-        roles = Roles(self.config)
+        self._resources.enter_context(ray_session(self.run.home, self.config.places, self.verbose))
+        roles = Roles(self.config, self.run.url)
         self._resources.callback(roles.close)
         return roles
 
     @cached_property
-    def rewards(self) -> RewardRunner:
-        """The scoring processes."""
-        return self._resources.enter_context(RewardRunner(self.config.reward))
+    def rewards(self) -> Scoring:
+        """The scoring processes, with the reward model where there is one."""
+        scorer = self._resources.enter_context(RewardRunner(self.config.reward))
+        return self.roles.with_reward_model(scorer)
 
     @property
     def trainer(self) -> PPOTrainer:

@@ -9,12 +9,19 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from rl_core.config.schema import ActorConfig, EngineConfig, OptimConfig, RunConfig, TinyModelConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm
-from rl_core.models.tiny import save_tiny_model
+from rl_core.models.tiny import build_tokenizer, save_tiny_model, tiny_config
 from rl_core.models.weights import load_weights
 from rl_core.rollout.agent_loop import Trajectory, to_batch
 from rl_core.storage import Store
@@ -75,6 +82,24 @@ def start_ranks(script: Path, world_size: int, *arguments: object) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def save_reward_model(folder: Path, template: bool = True, pad: bool = True) -> None:
+    """A tiny sequence classifier with one label; its vocabulary is not the offline model's."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["sort", "0", "1"])
+    if not template:
+        tokenizer.chat_template = None
+    config = tiny_config(TinyModelConfig(hidden_size=64, layers=2, heads=1), 48)
+    config.vocab_size, config.num_labels = len(tokenizer), 1
+    if not pad:
+        config.pad_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = Qwen3ForSequenceClassification(config)
+        model.score.weight.data.normal_(std=0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def policy_engine(

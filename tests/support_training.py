@@ -1,6 +1,7 @@
 """Small real runs without the flow: what their ledgers and rollouts hold, for tests of several pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,22 +89,21 @@ def train_small_runs(home: Path, ray_home: Path) -> Trained:
     """Trains them, one after the other, in one Ray session."""
     configs = {name: compose(recipe, [*SMALL, *settings]).config for name, (recipe, settings) in RUNS.items()}
     trained = Trained(home, configs)
-    with ray_session(ray_home, max(config.world_size for config in configs.values()), False):
+    with ray_session(ray_home, max(config.places for config in configs.values()), False):
         for name, config in configs.items():
-            _train(trained.store(name), config, home / "models" / name)
+            with trainer_of(trained.store(name), config, home / "models" / name) as trainer:
+                trainer.fit(config.trainer.steps)
     return trained
 
 
-def _train(store: Store, config: RunConfig, model: Path) -> None:
+@contextmanager
+def trainer_of(store: Store, config: RunConfig, model: Path) -> Iterator[PPOTrainer]:
+    """A trainer at its start, with an offline model and everything that it needs; Ray must be running."""
     store.write_json("run.json", {"config": config.model_dump(mode="json")})
-    with RewardRunner(config.reward) as rewards:
-        roles = Roles(config)
-        try:
-            trainer = make_trainer(store, config, model, roles, rewards)
-            trainer.start(str(model))
-            trainer.fit(config.trainer.steps)
-        finally:
-            roles.close()
+    with RewardRunner(config.reward) as scorer, closing(Roles(config, store.url)) as roles:
+        trainer = make_trainer(store, config, model, roles, roles.with_reward_model(scorer))
+        trainer.start(str(model))
+        yield trainer
 
 
 def make_trainer(

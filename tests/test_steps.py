@@ -150,10 +150,17 @@ def test_the_shuffle_control_hands_each_prompts_rewards_to_another(step: int) ->
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(1, 20), min_size=48, max_size=48), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])
+    st.lists(st.integers(1, 20), min_size=48, max_size=48),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
 )
-def test_the_balanced_order_keeps_mini_batches_within_the_shares(lengths: list[int], world: int, mini: int) -> None:
-    sections = {"actor": {"mini_batch_size": mini}, "trainer": {"ranks_per_node": world}}
+def test_the_balanced_order_keeps_mini_batches_within_the_shares(
+    lengths: list[int], world: int, mini: int, sharing: int
+) -> None:
+    """A share is that of a data-parallel group, which `sharing` ranks form together."""
+    engine = {"sequence_parallel_size": sharing}
+    sections = {"actor": {"mini_batch_size": mini}, "trainer": {"ranks_per_node": world * sharing}, "engine": engine}
     run = config(rollout={"n": 12}, **sections)
     tensors = {"prompt_length": torch.tensor(lengths), "response_length": torch.full((48,), 2)}
     order = steps.balanced_order(DataProto(tensors), run)

@@ -68,7 +68,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     config = compose(recipe, [*SMALL, *settings, f"trainer.steps={STEPS}", f"trainer.keep_checkpoints={STEPS}"]).config
     home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
     with ray_session(home, 1, False), RewardRunner(config.reward) as rewards:
-        roles = Roles(config)
+        roles = Roles(config, "bench")
         yield Bench(config, tmp_path_factory.mktemp("bench"), roles, rewards)
         roles.close()
 

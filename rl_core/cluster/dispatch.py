@@ -1,6 +1,11 @@
-"""How one call on the driver becomes calls on the ranks, and their results one result."""
+"""How one call on the driver becomes calls on the ranks, and their results one result.
+
+Ranks that share each sequence (sequence parallelism) follow each other: rank // sequence_parallel_size is the index of
+a rank's data-parallel group, and all ranks of a group get the same rows.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -15,8 +20,32 @@ class Dispatch(Enum):
     ONE_TO_ALL = "the same arguments to every rank; a list of the results"
     RANK_ZERO = "rank 0 only; its result"
     ALL_TO_ALL = "lists with one entry a rank; a list of the results"
-    DP_COMPUTE_PROTO = "DataProto split over the ranks (padded when it does not divide); DataProto joined again"
-    DP_COMPUTE_METRIC = "DataProto split over the ranks (must divide); rank 0's result, which all ranks share"
+    DP_COMPUTE_PROTO = (
+        "DataProto split over the data-parallel groups (padded when it does not divide); DataProto joined again from "
+        "the first rank of each group"
+    )
+    DP_COMPUTE_METRIC = (
+        "DataProto split over the data-parallel groups (must divide); rank 0's result, which all ranks share"
+    )
+    ROLLOUT_COMPUTE_PROTO = "DataProto split over all ranks (padded when it does not divide); DataProto joined again"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a group: `world_size` of them, each `sequence_parallel_size` in a row sharing their sequences."""
+
+    world_size: int
+    sequence_parallel_size: int = 1
+
+    def called(self, mode: Dispatch) -> range:
+        """The ranks that run the method."""
+        return range(1 if mode is Dispatch.RANK_ZERO else self.world_size)
+
+    def answering(self, mode: Dispatch) -> range:
+        """The ranks whose results are collected."""
+        if mode in (Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_METRIC):
+            return range(1)
+        return range(0, self.world_size, self.sequence_parallel_size if mode is Dispatch.DP_COMPUTE_PROTO else 1)
 
 
 def register(dispatch_mode: Dispatch) -> Callable[[Method], Method]:
@@ -29,32 +58,32 @@ def register(dispatch_mode: Dispatch) -> Callable[[Method], Method]:
     return mark
 
 
-def split(mode: Dispatch, world_size: int, args: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], int]:
+def split(mode: Dispatch, layout: Layout, args: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], int]:
     """The positional arguments of each rank that is called, and the rows of padding that were added."""
-    if mode is Dispatch.RANK_ZERO:
-        return [args], 0
-    if mode is Dispatch.ONE_TO_ALL:
-        return [args] * world_size, 0
+    world_size = layout.world_size
+    if mode in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL):
+        return [args] * len(layout.called(mode)), 0
     if mode is Dispatch.ALL_TO_ALL:
         if any(len(arg) != world_size for arg in args):
             raise ValueError(f"lists of {[len(arg) for arg in args]} entries for {world_size} ranks")
         return list(zip(*args, strict=True)), 0
+    sharing = 1 if mode is Dispatch.ROLLOUT_COMPUTE_PROTO else layout.sequence_parallel_size
     padding = 0
     columns = []
     for arg in args:
         if isinstance(arg, DataProto):
-            if mode is Dispatch.DP_COMPUTE_PROTO:
-                arg, padding = arg.pad_to_divisor(world_size)
-            columns.append(arg.chunk(world_size))
+            if mode is not Dispatch.DP_COMPUTE_METRIC:
+                arg, padding = arg.pad_to_divisor(world_size // sharing)
+            columns.append([part for part in arg.chunk(world_size // sharing) for _ in range(sharing)])
         else:
             columns.append([arg] * world_size)
     return list(zip(*columns, strict=True)), padding
 
 
 def collect(mode: Dispatch, results: list[Any], padding: int) -> Any:
-    """The driver's one result of the ranks' results."""
+    """The driver's one result of the answering ranks' results."""
     if mode in (Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_METRIC):
         return results[0]
-    if mode is Dispatch.DP_COMPUTE_PROTO:
+    if mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ROLLOUT_COMPUTE_PROTO):
         return DataProto.concat(results).unpad(padding)
     return results

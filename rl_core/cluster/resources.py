@@ -1,4 +1,4 @@
-"""Ray's start and end, and the preflight that shows that a pool of workers fits before anything is reserved."""
+"""Ray's start and end, and what a run asks of it: pools of places, devices, and the environment of the workers."""
 
 import contextlib
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from rl_core.config.schema import TrainerConfig
+from rl_core.config.schema import RunConfig, TrainerConfig
 from rl_core.errors import InputError
 
 # Unix sockets below Ray's folder must stay under 107 characters; Ray adds about 65.
@@ -40,43 +40,54 @@ def worker_env(config: TrainerConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """`ranks_per_node` worker places on each of `nodes` machines, with a GPU each on CUDA."""
+    """`ranks_per_node` worker places on each of `nodes` machines, with a GPU each on CUDA; `setting` is the section
+    that asks for it."""
 
     nodes: int
     ranks_per_node: int
     use_gpu: bool
+    setting: str = "trainer"
 
     @property
     def world_size(self) -> int:
         """Number of places."""
         return self.nodes * self.ranks_per_node
 
-    def node_bundle(self) -> dict[str, float]:
+    def bundle(self) -> dict[str, float]:
         """Resources that the places of one machine take together."""
         bundle = {"CPU": float(self.ranks_per_node)}
         if self.use_gpu:
             bundle["GPU"] = float(self.ranks_per_node)
         return bundle
 
-    def preflight(self) -> None:
-        """InputError that names the short resource when the cluster cannot hold the pool."""
-        need = self.node_bundle()
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        fitting = [have for have in nodes if all(have.get(kind, 0) >= amount for kind, amount in need.items())]
-        if len(fitting) < self.nodes:
-            seen = "; ".join(", ".join(f"{kind} {have.get(kind, 0):g}" for kind in need) for have in nodes)
-            wanted = ", ".join(f"{kind} {amount:g}" for kind, amount in need.items())
-            raise InputError(
-                f"{self.nodes} machine(s) with {wanted} each",
-                f"{len(nodes)} machine(s): {seen}",
-                "trainer.nodes and trainer.ranks_per_node",
-                "lower them, or start Ray on more machines and set RAY_ADDRESS",
-            )
+    def rank_env(self, rank: int) -> dict[str, str]:
+        """What a rank's environment says of its place."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            # With one GPU visible to each actor, every rank's own device is number 0.
+            "LOCAL_RANK": "0" if self.use_gpu else str(rank % self.ranks_per_node),
+        }
 
 
-def resource_pool(config: TrainerConfig) -> ResourcePool:
-    """The pool that the config asks for."""
-    return ResourcePool(config.nodes, config.ranks_per_node, resolve_device(config) == "cuda")
+def resource_pools(config: RunConfig) -> list[ResourcePool]:
+    """The run's pool, and where the reward model has one of its own, that one."""
+    on_gpu, trainer, model = resolve_device(config.trainer) == "cuda", config.trainer, config.reward.model
+    pools = [ResourcePool(trainer.nodes, trainer.ranks_per_node, on_gpu)]
+    if model.path and model.ranks_per_node:
+        pools.append(ResourcePool(model.nodes, model.ranks_per_node, on_gpu, "reward.model"))
+    return pools
+
+
+def shares(groups: int) -> list[float]:
+    """Parts of a place for the worker groups that share it; each takes more than half of what is left.
+
+    Ray packs fractions: with equal parts, two ranks of one group would get the same GPU.
+    """
+    parts: list[float] = []
+    for _ in range(groups - 1):
+        parts.append(round(0.6 * (1 - sum(parts)), 4))
+    return [*parts, round(1 - sum(parts), 4)]
 
 
 def resolve_device(config: TrainerConfig) -> str:

@@ -1,41 +1,83 @@
-"""The worker groups of a run: actor with rollout and reference, and where the algorithm needs one, the critic."""
+"""The worker groups of a run: actor with rollout and reference, and where they are needed, critic and reward model."""
 
-from rl_core.cluster.resources import resource_pool, worker_env
-from rl_core.cluster.worker_group import Placement, RayWorkerGroup
+from rl_core.cluster.placement import Placement, end_attempts, reserve
+from rl_core.cluster.resources import resource_pools, shares, worker_env
+from rl_core.cluster.reward_model import RewardModelWorker, ScorerAndModel
+from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.config.schema import OptimConfig, RunConfig
+from rl_core.rewards.runner import Scoring
 from rl_core.storage import Store
 
 
-class Roles:
-    """All worker groups of one run, colocated on one pool."""
+def start_groups(placement: Placement, classes: list[type], config: RunConfig) -> list[RayWorkerGroup]:
+    """Groups of these worker classes, colocated; they come up while the driver goes on, until `meet` is called."""
+    return [
+        RayWorkerGroup(
+            placement,
+            worker_class,
+            (config,),
+            worker_env(config.trainer),
+            share,
+            config.trainer.call_timeout_s,
+            config.engine.sequence_parallel_size,
+        )
+        for worker_class, share in zip(classes, shares(len(classes)), strict=True)
+    ]
 
-    def __init__(self, config: RunConfig) -> None:
-        """Reserves the places and starts the processes; Ray must be running."""
-        self.config = config
-        pool, deadline = resource_pool(config.trainer), config.trainer.call_timeout_s
-        self.placement = Placement(pool, deadline)
-        classes = [ActorRolloutRefWorker] + [CriticWorker] * config.needs_critic
-        groups = [
-            RayWorkerGroup(
-                pool, self.placement.group, worker, (config,), worker_env(config.trainer), 1 / len(classes), deadline
-            )
-            for worker in classes
-        ]
-        self.groups = groups
+
+class Roles:
+    """All worker groups of one run; they share one pool, but for a reward model that has its own."""
+
+    reward_model: RayWorkerGroup | None = None
+
+    def __init__(self, config: RunConfig, run: str) -> None:
+        """Ends what an earlier attempt of the run left in the cluster, reserves the places and starts the processes.
+
+        Ray must be running. Nothing is left when this raises.
+        """
+        self.config, self.run = config, run
+        classes: list[type] = [ActorRolloutRefWorker] + [CriticWorker] * config.needs_critic
+        judge: list[type] = [RewardModelWorker] if config.reward.model.path else []
+        try:
+            placement, *own = reserve(resource_pools(config), run, config.trainer.call_timeout_s)
+            groups = start_groups(placement, classes if own else classes + judge, config)
+            groups += [group for place in own for group in start_groups(place, judge, config)]
+            for group in groups:
+                group.meet()
+        except BaseException:
+            end_attempts(run)
+            raise
+        self.trained = groups[: len(classes)]
         self.actor = groups[0]
+        if judge:
+            self.reward_model = groups[-1]
 
     @property
     def critic(self) -> RayWorkerGroup:
         """The critic's group; only where the algorithm needs one."""
-        return self.groups[1]
+        return self.trained[1]
 
     def init_models(self, path: str, updates: int) -> None:
-        """Loads the checkpoint at `path` into every role; `updates` is the number of mini-batches in the run."""
+        """Loads the checkpoint at `path` into the actor and the critic, and the reward model from its own.
+
+        `updates` is the number of mini-batches in the run.
+        """
         config = self.config
+        # First and alone, because the rollout engine measures what memory is free.
         self.actor.init_model(path, config.actor.optim, updates * config.actor.ppo_epochs, config.needs_reference)
+        calls = [self.reward_model.init_model.submit()] if self.reward_model else []
         if config.needs_critic:
-            self.critic.init_model(path, config.critic.optim, updates * config.critic.ppo_epochs)
+            optim = config.critic.optim
+            calls.append(self.critic.init_model.submit(path, optim, updates * config.critic.ppo_epochs))
+        for call in calls:
+            call.get()
+
+    def with_reward_model(self, scorer: Scoring) -> Scoring:
+        """The scorer and the reward model together, where there is one."""
+        if self.reward_model is None:
+            return scorer
+        return ScorerAndModel(scorer, self.reward_model, self.config.reward.model.weight)
 
     def init_warm_start(self, path: str) -> None:
         """Loads the checkpoint at `path` into the actor, to be trained on reference answers."""
@@ -43,22 +85,20 @@ class Roles:
         self.actor.init_model(path, optim, self.config.warm_start.steps, False)
 
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Every role starts to write its present state into `folder`, and may be trained on when this returns."""
-        for group in self.groups:
-            group.save_checkpoint(store, folder)
+        """Every trained role starts to write its state into `folder`, and may be trained on when this returns."""
+        for call in [group.save_checkpoint.submit(store, folder) for group in self.trained]:
+            call.get()
 
     def finish_checkpoint(self) -> None:
-        """Waits until every role has written its state; committing the folder is the caller's."""
-        for group in self.groups:
-            group.finish_checkpoint()
+        """Waits until every trained role has written its state; committing the folder is the caller's."""
+        for call in [group.finish_checkpoint.submit() for group in self.trained]:
+            call.get()
 
     def load_checkpoint(self, store: Store, folder: str) -> None:
-        """Every role takes over its state from `folder`."""
-        for group in self.groups:
-            group.load_checkpoint(store, folder)
+        """Every role that is trained takes over its state from `folder`."""
+        for call in [group.load_checkpoint.submit(store, folder) for group in self.trained]:
+            call.get()
 
     def close(self) -> None:
         """Ends all processes and gives the places back."""
-        for group in self.groups:
-            group.close()
-        self.placement.close()
+        end_attempts(self.run)

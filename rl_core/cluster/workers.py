@@ -157,7 +157,7 @@ class ActorRolloutRefWorker(Worker):
         """Gives the rollout engine's device memory to training."""
         self.rollout.sleep()
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
         sampling = Sampling(temperature, self.config.data.max_response_length, self.stop_token_ids)

@@ -52,7 +52,7 @@ def derived(config: RunConfig, parameters: int | None = None, train_rows: int | 
     sequence = config.data.max_prompt_length + config.data.max_response_length
     # However sequences are packed, a full micro-batch holds at least as many as fit when all have the greatest length.
     at_least = config.actor.max_tokens_per_micro_batch // sequence
-    per_rank = config.mini_batch_size * config.rollout.n // world
+    per_rank = config.mini_batch_size * config.rollout.n // config.data_parallel_size
     sizes: dict[str, str] = {
         "prompts per step": f"{prompts:,}",
         "responses per step": f"{responses:,}",

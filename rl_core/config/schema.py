@@ -107,10 +107,26 @@ class RolloutConfig(Section):
     """Largest difference of log-probs between trainer and engine after a weight push; above it training stops."""
 
 
+class RewardModelConfig(Section):
+    path: str | None = None
+    """Folder of a sequence-classification checkpoint with one label that scores finished conversations; unset: none.
+    It reads them with its own tokenizer and chat template, or where it has no template, all texts joined."""
+    weight: float = 1.0
+    """What its score is multiplied with before it is added to the scorer's; unweighted it is the named reward
+    `model`."""
+    nodes: int = Field(1, ge=1)
+    """Machines of its own pool; only read with `ranks_per_node`."""
+    ranks_per_node: int | None = Field(None, ge=1)
+    """Worker processes a machine of its own pool; unset shares the places of actor and critic."""
+
+
 class RewardConfig(Section):
     function: str | None = None
     """Scorer for all rows: a name from rl_core/rewards/scorers.py or `package.module:function`; unset takes the
-    scorer of each row's `data_source`. It returns a number, or a dict with `score` and further named rewards."""
+    scorer of each row's `data_source`, `none` gives 0. It returns a number, or a dict with `score` and further named
+    rewards."""
+    model: RewardModelConfig = RewardModelConfig()
+    """A reward model beside the scorer."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds for one response; then the scoring process is killed and the response counts as failed."""
     processes: int = Field(1, ge=1)
@@ -195,8 +211,14 @@ class RunConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Worker processes of the run."""
+        """Ranks that train and roll out."""
         return self.trainer.nodes * self.trainer.ranks_per_node
+
+    @property
+    def places(self) -> int:
+        """Places in the cluster: those of the ranks, and of the reward model where it has its own."""
+        model = self.reward.model
+        return self.world_size + (model.nodes * (model.ranks_per_node or 0) if model.path else 0)
 
     @property
     def shard_size(self) -> int:
@@ -223,14 +245,13 @@ class RunConfig(Section):
         """Whether advantages come from a value model."""
         return self.algorithm.estimator == "gae"
 
-    @model_validator(mode="after")
-    def _combinations(self) -> "RunConfig":
-        batch, mini, n = self.data.train_batch_size, self.mini_batch_size, self.rollout.n
-        checks = [
-            (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
+    def _layout_checks(self) -> list[tuple[object, str]]:
+        """What has to hold of the ranks, each with the words for when it does not."""
+        rows = self.mini_batch_size * self.rollout.n
+        return [
             (
-                mini * n % self.data_parallel_size == 0,
-                f"actor.mini_batch_size × rollout.n = {mini * n} responses must be a multiple of the "
+                rows % self.data_parallel_size == 0,
+                f"actor.mini_batch_size × rollout.n = {rows} responses must be a multiple of the "
                 f"{self.data_parallel_size} data-parallel ranks (trainer.nodes × trainer.ranks_per_node ÷ "
                 "engine.sequence_parallel_size)",
             ),
@@ -243,6 +264,28 @@ class RunConfig(Section):
                 self.world_size % self.engine.sequence_parallel_size == 0,
                 f"engine.sequence_parallel_size={self.engine.sequence_parallel_size} must divide the "
                 f"{self.world_size} ranks (trainer.nodes × trainer.ranks_per_node)",
+            ),
+            (
+                self.warm_start.batch_size % self.data_parallel_size == 0 or not self.warm_start.steps,
+                f"warm_start.batch_size={self.warm_start.batch_size} must be a multiple of the "
+                f"{self.data_parallel_size} data-parallel ranks",
+            ),
+            (
+                self.reward.model.nodes == 1 or self.reward.model.ranks_per_node,
+                f"reward.model.nodes={self.reward.model.nodes} needs reward.model.ranks_per_node, which gives the "
+                "reward model a pool of its own",
+            ),
+        ]
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "RunConfig":
+        batch, mini, n = self.data.train_batch_size, self.mini_batch_size, self.rollout.n
+        checks: list[tuple[object, str]] = [
+            *self._layout_checks(),
+            (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
+            (
+                self.reward.function != "none" or self.reward.model.path,
+                "reward.function=none leaves the scoring to a reward model and needs reward.model.path",
             ),
             (
                 self.algorithm.estimator not in GROUP_ESTIMATORS or n > 1,

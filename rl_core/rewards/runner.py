@@ -2,6 +2,7 @@
 
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from typing import Protocol
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -10,7 +11,7 @@ from rl_core.errors import TransientError
 from rl_core.rewards.scorers import Row, resolve_scorer
 from rl_core.rewards.worker import RewardResult, ScoringContext, failure, score_chunk, start
 
-__all__ = ["RewardResult", "RewardRunner", "check_scorers"]
+__all__ = ["RewardResult", "RewardRunner", "Scoring", "check_scorers"]
 
 MAX_CHUNK = 64
 CHUNKS_PER_PROCESS = 4
@@ -29,6 +30,13 @@ def check_scorers(config: RewardConfig, rows: list[Row]) -> None:
     first = {row["data_source"]: number for number, row in reversed(list(enumerate(rows, start=1)))}
     for name, number in first.items():
         resolve_scorer(name, f"data_source of row {number}, as reward.function is unset")
+
+
+class Scoring(Protocol):
+    """Whatever gives responses their scores."""
+
+    def score(self, responses: list[str], rows: list[Row]) -> list[RewardResult]:
+        """One result a response, in order; row i belongs to response i."""
 
 
 class RewardRunner:

@@ -50,7 +50,12 @@ def gsm8k(response: str, row: Row) -> float:
     return float(match is not None and _value(match) == _true_number(row))
 
 
-SCORERS: dict[str, Scorer] = {"exact": exact, "positions": positions, "numeric": numeric, "gsm8k": gsm8k}
+def none(response: str, row: Row) -> float:
+    """0: another judge gives the whole score."""
+    return 0.0
+
+
+SCORERS: dict[str, Scorer] = {"none": none, "exact": exact, "positions": positions, "numeric": numeric, "gsm8k": gsm8k}
 
 
 @functools.lru_cache(maxsize=256)

@@ -4,19 +4,27 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
+from ray.util.placement_group import placement_group_table
 
+from rl_core.cluster import calls
 from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
-from rl_core.cluster.worker_group import Placement, RayWorkerGroup
+from rl_core.cluster.worker_group import RayWorkerGroup
+from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
-from rl_core.errors import InputError, TrainingError, TransientError
+from rl_core.errors import InputError, TrainingError, TransientError, WorkerError
 
 HOME = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
+RUN = "s3://bucket/runs/one"
+numbers = count()
 
 
 def worker_class() -> type:
@@ -24,6 +32,12 @@ def worker_class() -> type:
     class Worker:
         def __init__(self, name: str) -> None:
             self.name, self.rank = name, int(os.environ["RANK"])
+            if name == "raises" and self.rank == 1:
+                raise InputError("a good name", name, "here", "take another")
+            if name == "breaks" and self.rank == 1:
+                raise LookupError("no such name")
+            if name == "dies" and self.rank == 1:
+                os._exit(3)
 
         def rendezvous(self) -> tuple[str, int]:
             return "host", 1234
@@ -34,6 +48,10 @@ def worker_class() -> type:
         @register(Dispatch.ONE_TO_ALL)
         def place(self) -> tuple[object, ...]:
             return self.name, self.joined, *(os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "EXTRA"))
+
+        @register(Dispatch.ONE_TO_ALL)
+        def pid(self) -> int:
+            return os.getpid()
 
         @register(Dispatch.DP_COMPUTE_PROTO)
         def double(self, data: DataProto, add: int) -> DataProto:
@@ -56,6 +74,17 @@ def worker_class() -> type:
             time.sleep(60)
 
         @register(Dispatch.ONE_TO_ALL)
+        def break_collective(self, first: str) -> None:
+            if self.rank == 0:  # reports at once what only follows from the other rank's end
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:5")
+            time.sleep(1.5)
+            if first == "raises":
+                raise ValueError("the real cause")
+            if first == "dies":
+                os._exit(1)
+            time.sleep(60)
+
+        @register(Dispatch.ONE_TO_ALL)
         def nap(self, rank: int, seconds: float) -> str:
             time.sleep(seconds * (self.rank == rank))
             return "rested"
@@ -67,7 +96,7 @@ def worker_class() -> type:
         def hidden(self) -> None:
             """Not registered."""
 
-    return Worker
+    return type(f"Worker{next(numbers)}", (Worker,), {})  # groups of one run have names of their own
 
 
 def ray_processes() -> list[psutil.Process]:
@@ -82,7 +111,7 @@ def ray_processes() -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    with ray_session(HOME, 2, False):
+    with ray_session(HOME, 4, False):
         yield
         started = ray_processes()
         assert len(started) > 3
@@ -92,28 +121,26 @@ def ray_here() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def placement(ray_here: None) -> Iterator[Placement]:
-    placement = Placement(ResourcePool(1, 2, False), 30)
+    (placement,) = reserve([ResourcePool(1, 2, False)], RUN, 30)
     yield placement
-    placement.close()
+    end_attempts(RUN)
 
 
-def make_group(placement: Placement) -> RayWorkerGroup:
+def make_group(placement: Placement, name: str = "me", sequence_parallel_size: int = 1) -> RayWorkerGroup:
     env = {"EXTRA": "kept", "OMP_NUM_THREADS": "1"}
-    return RayWorkerGroup(placement.pool, placement.group, worker_class(), ("me",), env, 0.25, 60)
+    group = RayWorkerGroup(placement, worker_class(), (name,), env, 0.01, 60, sequence_parallel_size)
+    group.meet()
+    return group
 
 
 @pytest.fixture(scope="module")
-def shared_group(placement: Placement) -> Iterator[RayWorkerGroup]:
-    group = make_group(placement)
-    yield group
-    group.close()
+def shared_group(placement: Placement) -> RayWorkerGroup:
+    return make_group(placement)
 
 
-@pytest.fixture(scope="module")
-def failing_group(placement: Placement) -> Iterator[RayWorkerGroup]:
-    group = make_group(placement)
-    yield group
-    group.close()
+@pytest.fixture
+def failing_group(placement: Placement) -> RayWorkerGroup:
+    return make_group(placement)
 
 
 @pytest.fixture
@@ -134,6 +161,17 @@ def test_rows_keep_their_order_over_the_ranks(group: RayWorkerGroup, count: int)
     assert result.batch["rank"].tolist() == [int(i >= half) for i in range(count)]
 
 
+def test_ranks_that_share_sequences_get_the_same_rows_and_the_first_answers(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(placement, sequence_parallel_size=2)
+    put = []
+    monkeypatch.setattr(ray, "put", lambda value, real=ray.put: put.append(value) or real(value))
+    result = group.double(DataProto({"x": torch.arange(3)}), 1)
+    assert result.batch["y"].tolist() == [1, 3, 5] and result.batch["rank"].tolist() == [0, 0, 0]
+    assert [len(part) for part in put] == [3], "what two ranks get is put once"
+
+
 def test_rank_zero_answers_alone(group: RayWorkerGroup) -> None:
     assert group.first() == 0
 
@@ -144,11 +182,21 @@ def test_a_method_that_is_not_registered_is_an_attribute_error(group: RayWorkerG
             getattr(group, name)
 
 
+def test_submitted_calls_run_while_the_driver_goes_on(placement: Placement, group: RayWorkerGroup) -> None:
+    other = make_group(placement)
+    start = time.monotonic()
+    naps = [group.nap.submit(0, 1.5), other.nap.submit(1, 1.5)]
+    assert time.monotonic() - start < 0.5
+    assert [nap.get() for nap in naps] == [["rested"] * 2] * 2
+    assert time.monotonic() - start < 2.6, "one nap waited for the other"
+
+
 def test_a_call_beyond_the_deadline_names_rank_and_method(group: RayWorkerGroup) -> None:
     group.deadline = 1.5
     start = time.monotonic()
-    with pytest.raises(TransientError, match=r"Worker\.nap on rank\(s\) \[1\] did not answer within 2 s"):
-        group.nap(1, 4.0)
+    call = group.nap.submit(1, 4.0)
+    with pytest.raises(TransientError, match=r"Worker\d+\.nap on rank\(s\) \[1\] did not answer within 2 s"):
+        call.get()
     assert time.monotonic() - start < 4
 
 
@@ -161,7 +209,7 @@ def test_a_slow_call_within_the_deadline_is_waited_for(group: RayWorkerGroup) ->
     [
         ("training", TrainingError, "the loss is not finite"),
         ("input", InputError, "expected: a"),
-        ("other", KeyError, "missing"),
+        ("other", WorkerError, r"^Worker\d+\.fail on rank 1 raised KeyError: 'missing'"),
     ],
 )
 def test_a_workers_own_error_reaches_the_driver(
@@ -171,41 +219,106 @@ def test_a_workers_own_error_reaches_the_driver(
     with pytest.raises(expected, match=text) as raised:
         failing_group.fail(kind)
     assert time.monotonic() - start < 5, "the error waited for the other rank"
+    assert type(raised.value) is expected
+    told = str(raised.value) if kind == "other" else str(raised.value.__cause__)
+    assert "in fail" in told, "nobody says where it happened"
     if kind != "other":
-        assert type(raised.value) is expected
-        assert "in fail" in str(raised.value.__cause__), "nobody says where it happened"
+        assert raised.value.__notes__[0].endswith(".fail on rank 1")
 
 
-def test_a_lost_worker_is_a_transient_error(placement: Placement) -> None:
-    group = make_group(placement)
-    with pytest.raises(TransientError, match="a Worker was lost during die"):
-        group.die()
-    with pytest.raises(TransientError, match="a Worker was lost during place"):
-        group.place()
-    group.close()
+def test_a_lost_worker_is_a_transient_error(failing_group: RayWorkerGroup) -> None:
+    with pytest.raises(TransientError, match=r"rank [01] of Worker\d+ was lost during die"):
+        failing_group.die()
+    with pytest.raises(TransientError, match=r"rank [01] of Worker\d+ was lost during place"):
+        failing_group.place()
 
 
 @pytest.mark.parametrize(
-    ("pool", "wanted"),
+    ("name", "expected", "text"),
     [
-        (ResourcePool(1, 9999, False), "1 machine(s) with CPU 9999 each"),
-        (ResourcePool(3, 1, False), "3 machine(s) with CPU 1 each"),
-        (ResourcePool(1, 1, True), "GPU 1 each"),
+        ("raises", InputError, "expected: a good name"),
+        ("breaks", WorkerError, r"^Worker\d+\.start on rank 1 raised LookupError: no such name[^$]*in __init__"),
+        ("dies", TransientError, r"rank 1 of Worker\d+ was lost during start"),
     ],
-    ids=["cores", "machines", "devices"],
 )
-def test_a_pool_that_cannot_fit_is_refused_at_once(ray_here: None, pool: ResourcePool, wanted: str) -> None:
+def test_what_goes_wrong_in_a_constructor_is_told_as_it_is(
+    placement: Placement, name: str, expected: type[Exception], text: str
+) -> None:
     start = time.monotonic()
-    with pytest.raises(InputError) as raised:
-        Placement(pool, 60)
-    assert time.monotonic() - start < 2
-    assert wanted in raised.value.expected
-    assert raised.value.seen.startswith("1 machine(s): CPU ")
-    assert "trainer.ranks_per_node" in raised.value.where
+    with pytest.raises(expected, match=text):
+        make_group(placement, name)
+    assert time.monotonic() - start < 30, "the error waited for the deadline"
 
 
-def test_places_that_are_taken_are_a_transient_error(placement: Placement) -> None:
-    cores = int(placement.pool.node_bundle()["CPU"])
-    total = psutil.cpu_count() or cores
-    with pytest.raises(TransientError, match="did not free"):
-        Placement(ResourcePool(1, max(total - cores, 0) + 1, False), 0.5)
+@pytest.mark.parametrize(
+    ("first", "expected", "text"),
+    [
+        ("raises", WorkerError, r"^Worker\d+\.break_collective on rank 1 raised ValueError: the real cause"),
+        ("dies", TransientError, r"^rank 1 of Worker\d+ was lost during break_collective"),
+        ("hangs", TransientError, r"break_collective on rank 0 lost the other ranks: .*Connection closed by peer"),
+    ],
+)
+def test_the_root_cause_is_shown_not_the_broken_collective_it_leads_to(
+    failing_group: RayWorkerGroup, first: str, expected: type[Exception], text: str
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(expected, match=text):
+        failing_group.break_collective(first)
+    assert time.monotonic() - start < calls.GRACE + 4
+
+
+def joining_class() -> type:
+    from rl_core.cluster.workers import Worker
+
+    class Joining(Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def gather(self, second: str) -> float:
+            import torch.distributed as dist
+
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            if int(os.environ["RANK"]) == 1:
+                time.sleep(1.0)
+                if second == "raises":
+                    raise ValueError("the real cause")
+                os._exit(1)
+            dist.all_reduce(value)
+            return value.item()
+
+    return Joining
+
+
+@pytest.mark.parametrize(
+    ("second", "expected", "text"),
+    [
+        ("raises", WorkerError, "^Joining.gather on rank 1 raised ValueError: the real cause"),
+        ("dies", TransientError, "^rank 1 of Joining was lost during gather"),
+    ],
+)
+def test_a_real_collective_that_another_rank_leaves(
+    ray_here: None, second: str, expected: type[Exception], text: str
+) -> None:
+    """Gloo itself: the first rank hangs in it, or fails in words of its own, because of the second one."""
+    run = f"s3://bucket/runs/{second}"
+    (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    group = RayWorkerGroup(placement, joining_class(), (RunConfig(),), env, 0.5, 120)
+    group.meet()
+    start = time.monotonic()
+    with pytest.raises(expected, match=text):
+        group.gather(second)
+    assert time.monotonic() - start < calls.GRACE + 5
+    end_attempts(run)
+
+
+def test_nothing_is_left_when_the_run_is_closed(ray_here: None) -> None:
+    run = "s3://bucket/runs/closed"
+    (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
+    processes = [psutil.Process(pid) for pid in make_group(placement).pid()]
+    assert all("Worker" in process.name() or "Worker" in " ".join(process.cmdline()) for process in processes)
+    end_attempts(run)
+    assert placement.namespace not in {actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    states = {table["state"] for table in placement_group_table().values() if run in table["name"]}
+    assert states == {"REMOVED"}
+    _, left = psutil.wait_procs(processes, timeout=5)
+    assert not left

@@ -6,12 +6,15 @@ import pytest
 import torch
 from support import LENGTHS, plain_log_probs, policy_engine, rows_of
 
+from rl_core.cluster.dispatch import Dispatch
+from rl_core.cluster.reward_model import RewardModelWorker
 from rl_core.cluster.workers import ActorRolloutRefWorker
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.training.place import Place
 
 TEMPERATURE = 0.7
+PROTO, METRIC = Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC
 OPTIM = OptimConfig(lr=1e-3, grad_clip=1e9)
 
 
@@ -69,6 +72,16 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path
     gain_BR = worker.compute_log_prob(rows).batch["old_log_probs"] - rows.batch["old_log_probs"]
     gain_B = (gain_BR * rows.batch["advantages"]).sum(-1)
     assert (gain_B[:-1] > 0).all(), gain_B  # the last row has no token of the policy's
+
+
+def test_rollouts_go_over_all_ranks_and_training_over_data_parallel_groups() -> None:
+    """With sequence parallelism every rank has its own engine, but shares the rows that it trains on."""
+    methods = {name: getattr(method, "dispatch_mode", None) for name, method in vars(ActorRolloutRefWorker).items()}
+    over_all = [name for name, mode in methods.items() if mode is Dispatch.ROLLOUT_COMPUTE_PROTO]
+    over_groups = [name for name, mode in methods.items() if mode in (PROTO, METRIC)]
+    assert over_all == ["generate_sequences"]
+    assert over_groups == ["compute_log_prob", "compute_ref_log_prob", "update_actor", "update_supervised"]
+    assert vars(RewardModelWorker)["compute_rm_score"].dispatch_mode is Dispatch.ROLLOUT_COMPUTE_PROTO
 
 
 def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Path, place: Place) -> None:

@@ -1,0 +1,71 @@
+"""The reward model's role on the ranks, and its part in the score of a response."""
+
+from dataclasses import replace
+from math import isfinite
+
+import torch
+
+from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.worker_group import RayWorkerGroup
+from rl_core.cluster.workers import Worker
+from rl_core.data.protocol import DataProto
+from rl_core.data.rows import Row
+from rl_core.rewards.model import RewardModel
+from rl_core.rewards.runner import RewardResult, Scoring
+from rl_core.rewards.worker import failure
+
+
+class RewardModelWorker(Worker):
+    """A whole copy of the reward model, which scores this rank's share of the responses."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the checkpoint at `reward.model.path`."""
+        config = self.config
+        assert config.reward.model.path is not None
+        self.reward_model = RewardModel(
+            config.reward.model.path, getattr(torch, config.model.dtype), config.actor.max_tokens_per_micro_batch
+        )
+        self.alone = config.reward.model.ranks_per_node is not None
+
+    @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """`rm_score` [B] float32 of the rows' `messages` (the prompt) and `response` (a text); NaN where the
+        conversation is longer than the model can read."""
+        texts = data.non_tensor_batch
+        model = self.reward_model
+        conversations = [
+            model.encode(messages, response)
+            for messages, response in zip(texts["messages"], texts["response"], strict=True)
+        ]
+        model.model.to(self.device)
+        scores_B = model.score(conversations)
+        if not self.alone and self.device.type == "cuda":
+            model.model.to("cpu")  # the device's memory belongs to actor and rollout
+            torch.cuda.empty_cache()
+        return DataProto({"rm_score": scores_B}, {}, {})
+
+
+class ScorerAndModel:
+    """Scores by the scorer and, at the same time, by the reward model."""
+
+    def __init__(self, scorer: Scoring, model: RayWorkerGroup, weight: float) -> None:
+        self.scorer, self.model, self.weight = scorer, model, weight
+
+    def score(self, responses: list[str], rows: list[Row]) -> list[RewardResult]:
+        """The scorer's score plus `weight` times the model's, which is also the named reward `model`.
+
+        A response that one of them gives no score has none.
+        """
+        texts = {"messages": [row["prompt"] for row in rows], "response": responses}
+        call = self.model.compute_rm_score.submit(DataProto.from_dict({}, texts))
+        results = self.scorer.score(responses, rows)
+        scores = call.get().batch["rm_score"].tolist()
+        return [self._joined(result, score) for result, score in zip(results, scores, strict=True)]
+
+    def _joined(self, result: RewardResult, score: float) -> RewardResult:
+        if result.score is None:
+            return result
+        if not isfinite(score):
+            return failure("non_finite", f"the reward model gave {score}; nan: longer than it can read")
+        return replace(result, score=result.score + self.weight * score, named={**result.named, "model": score})

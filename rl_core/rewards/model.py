@@ -1,0 +1,109 @@
+"""A reward model: a sequence-classification checkpoint that scores finished conversations."""
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from rl_core.errors import InputError
+from rl_core.models.load import check_model_folder, load_tokenizer
+
+Messages = list[dict[str, str]]
+SETTING = "reward.model.path"
+
+
+def check_reward_model(path: str) -> None:
+    """InputError when the folder does not hold a sequence-classification checkpoint with one label and a tokenizer."""
+    where = f"{SETTING}={path}"
+    try:
+        folder = check_model_folder(path)
+        load_tokenizer(folder)
+    except InputError as error:
+        fix = f"give {SETTING}=FOLDER with config.json, *.safetensors and the tokenizer's files"
+        raise InputError(error.expected, error.seen, where, fix) from error
+    fix = "give a checkpoint that was trained to score, such as one of Qwen3ForSequenceClassification"
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        seen = str(error).splitlines()[0]
+        raise InputError("an architecture that transformers knows", seen, where, fix) from error
+    names = config.architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in names):
+        # transformers would load it, with a head of random weights.
+        raise InputError("a sequence-classification checkpoint", f"architectures {names}", where, fix)
+    if config.num_labels != 1:
+        raise InputError("a checkpoint with one label", f"{config.num_labels} labels", where, fix)
+
+
+class RewardModel:
+    """The model, its tokenizer and its way to read a conversation."""
+
+    def __init__(self, path: str, dtype: torch.dtype, max_tokens: int) -> None:
+        """Loads the checkpoint to the CPU; a batch has at most `max_tokens` tokens with its padding, or one row."""
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
+        self.max_tokens = max_tokens
+        self.model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+        if report["missing_keys"]:
+            raise InputError(
+                "a checkpoint with all weights of a sequence classifier",
+                f"no {', '.join(sorted(report['missing_keys']))}",
+                f"{SETTING}={path}",
+                "save the model with its scoring head",
+            )
+        self.model.eval()
+        self.text_config = self.model.config.get_text_config()
+        self.pad_token: int | None = self.text_config.pad_token_id
+
+    def encode(self, messages: Messages, response: str) -> list[int]:
+        """Token ids of a conversation; InputError when the chat template refuses it."""
+        if not self.tokenizer.chat_template:
+            return self.tokenizer("".join(message["content"] for message in messages) + response)["input_ids"]
+        conversation = [*messages, {"role": "assistant", "content": response}]
+        try:
+            return list(self.tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
+        except Exception as error:  # templates are programs, and fail in many ways
+            raise InputError(
+                "messages that the reward model's chat template accepts",
+                f"{type(error).__name__}: {error}",
+                f"{SETTING}, messages {[message['role'] for message in conversation]}",
+                "change the roles or their order in the rows' prompts, or take the template out of its folder",
+            ) from error
+
+    @torch.no_grad()
+    def score(self, conversations: list[list[int]]) -> Tensor:
+        """Scores [B] float32 on the CPU; NaN for a conversation that is longer than the model can read."""
+        scores_B = torch.full((len(conversations),), torch.nan)
+        limit = getattr(self.text_config, "max_position_embeddings", None) or float("inf")
+        rows = [i for i, ids in enumerate(conversations) if 0 < len(ids) <= limit]
+        for batch in batches([len(conversations[i]) for i in rows], self.max_tokens):
+            members = [rows[place] for place in batch]
+            scores_B[members] = self._forward([conversations[i] for i in members])
+        return scores_B
+
+    def _forward(self, conversations: list[list[int]]) -> Tensor:
+        if self.pad_token is None:
+            # The model looks for its last token before padding; any id will do that no conversation here has.
+            used = {token for ids in conversations for token in ids}
+            pad = next(token for token in range(self.text_config.vocab_size) if token not in used)
+        else:
+            pad = self.pad_token
+        self.text_config.pad_token_id = pad
+        longest = max(map(len, conversations))
+        ids_BT = torch.tensor([ids + [pad] * (longest - len(ids)) for ids in conversations])
+        length_B = torch.tensor([len(ids) for ids in conversations])
+        mask_BT = (torch.arange(longest) < length_B[:, None]).long()
+        device = self.model.device
+        output = self.model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))
+        return output.logits[:, 0].float().cpu()
+
+
+def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Row indices in batches of at most `max_tokens` tokens with padding, or of one row; like lengths together."""
+    made: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if made and (len(made[-1]) + 1) * lengths[made[-1][0]] <= max_tokens:
+            made[-1].append(index)
+        else:
+            made.append([index])
+    return made

@@ -1,0 +1,123 @@
+"""Short real runs whose responses a reward model scores."""
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from support import save_reward_model
+from support_training import SMALL, trainer_of
+
+from rl_core.cluster.resources import ray_session
+from rl_core.cluster.reward_model import ScorerAndModel
+from rl_core.config.compose import compose
+from rl_core.data.dataset import RLHFDataset
+from rl_core.data.protocol import DataProto
+from rl_core.errors import InputError
+from rl_core.evaluation import evaluate
+from rl_core.rewards.model import RewardModel
+from rl_core.rewards.worker import RewardResult, failure
+from rl_core.storage import Store
+
+HOME = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("judge")
+    save_reward_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    with ray_session(HOME, 3, False):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight", "places"),
+    [
+        (["reward.function=none"], 1.0, 1),
+        (["reward.model.ranks_per_node=2", "reward.model.weight=0.5"], 0.5, 2),
+    ],
+    ids=["alone and colocated", "beside a scorer on its own pool"],
+)
+def test_a_run_is_scored_by_the_reward_model(
+    ray_here: None, judge: Path, tmp_path: Path, settings: list[str], weight: float, places: int
+) -> None:
+    config = compose("grpo", [*SMALL, f"reward.model.path={judge}", "trainer.steps=2", *settings]).config
+    store = Store(str(tmp_path / "run"))
+    with trainer_of(store, config, tmp_path / "model") as trainer:
+        roles, tokenizer = trainer.roles, trainer.sampler.tokenizer
+        assert len(placements(store.url)) == places
+        trainer.fit(2)
+        rows = RLHFDataset.load(store, "val", tokenizer)
+        result = evaluate(config, rows, roles, trainer.sampler.rewards, tokenizer)
+    assert not placements(store.url)
+    model = RewardModel(str(judge), torch.float32, 1000)
+    train = RLHFDataset.load(store, "train", tokenizer)
+
+    def wanted(messages: list[dict[str, str]], text: str) -> tuple[float, float]:
+        """The reward model's score of a text, and the whole score."""
+        judged = model.score([model.encode(messages, text)]).item()
+        return judged, weight * judged + (0.0 if config.reward.function == "none" else len(text.split()) / 10)
+
+    table = pq.read_table(io.BytesIO(store.read_bytes("rollouts/step_000002.parquet"))).to_pylist()
+    metrics = store.read_json("ledger/step_000002.json")["metrics"]
+    for row in table:
+        prompt = next(item["prompt"] for item in train.rows if item["extra_info"]["index"] == row["row"])
+        judged, score = wanted(prompt, tokenizer.decode(row["responses"], skip_special_tokens=True))
+        assert row["reward_named/model"] == pytest.approx(judged, abs=1e-5)
+        assert sum(row["token_level_scores"]) == pytest.approx(score, abs=1e-5)
+    mean = sum(row["reward_named/model"] for row in table) / len(table)
+    assert metrics["reward_named/model/mean"] == pytest.approx(mean, abs=1e-6)
+    assert metrics["score/max"] > metrics["score/min"], "the model gives all responses one score"
+    for sample, row in zip(result["samples"], rows.rows, strict=True):
+        assert sample["score"] == pytest.approx(wanted(row["prompt"], sample["answer"])[1], abs=1e-5)
+
+
+def placements(url: str) -> list[dict]:
+    tables = ray.util.placement_group_table().values()
+    return [
+        table for table in tables if table["name"].startswith(f"rollforward {url} (") and table["state"] == "CREATED"
+    ]
+
+
+class Fixed:
+    """Stands for a scorer, and for the group of a reward model."""
+
+    def __init__(self, results: list) -> None:
+        self.results, self.compute_rm_score = results, self
+
+    def score(self, responses: list[str], rows: list[dict]) -> list[RewardResult]:
+        return self.results
+
+    def submit(self, data: DataProto) -> "Fixed":
+        return self
+
+    def get(self) -> DataProto:
+        return DataProto({"rm_score": torch.tensor(self.results)})
+
+
+def test_a_response_that_one_of_them_cannot_score_has_no_score() -> None:
+    scorer = Fixed([RewardResult(0.5, "ok", named={"short": 1.0}), failure("timeout", "slow"), RewardResult(0.5, "ok")])
+    both = ScorerAndModel(scorer, Fixed([2.0, 1.0, float("nan")]), 0.25)  # type: ignore[arg-type]
+    good, slow, long = both.score(["a", "b", "c"], [{"prompt": []}] * 3)
+    assert (good.score, good.named) == (1.0, {"short": 1.0, "model": 2.0})
+    assert (slow.score, slow.status) == (None, "timeout")
+    assert (long.score, long.status) == (None, "non_finite") and "longer than it can read" in long.detail
+
+
+def test_combinations_that_score_nothing_or_have_no_place_are_refused(judge: Path) -> None:
+    for settings, words in (
+        (["reward.function=none"], "needs reward.model.path"),
+        ([f"reward.model.path={judge}", "reward.model.nodes=2"], "needs reward.model.ranks_per_node"),
+    ):
+        with pytest.raises(InputError, match=words):
+            compose("grpo", settings)
+    assert compose("grpo", [f"reward.model.path={judge}", "reward.model.ranks_per_node=3"]).config.places == 4
