@@ -80,6 +80,7 @@ def _end_with_parent() -> None:
 
 
 _MAIN = threading.Lock()
+MAIN_NAMES = ("__spec__", "__file__")
 
 
 @contextmanager
@@ -87,11 +88,13 @@ def _without_main() -> Iterator[None]:
     """Spawned processes import the parent's main module again; scoring needs none of it, and it may be heavy."""
     main = vars(sys.modules["__main__"])
     with _MAIN:
-        hidden = {name: main.get(name) for name in ("__spec__", "__file__")}
-        main.update(dict.fromkeys(hidden))
+        hidden = {name: main[name] for name in MAIN_NAMES if name in main}
+        main.update(dict.fromkeys(MAIN_NAMES))
         try:
             yield
         finally:
+            for name in MAIN_NAMES:  # a main module without file has no such name, which others ask for
+                del main[name]
             main.update(hidden)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -157,7 +158,7 @@ class Sleeper:
         time.sleep(seconds)
 
 with ray_session(Path({home!r}), 1, False):
-    (placement,) = reserve([ResourcePool(3, 2, True)], {run!r}, 30)
+    (placement,) = reserve([ResourcePool(3, 1, True)], {run!r}, 30)
     group = RayWorkerGroup(placement, Sleeper, (), {{}}, 0.5, 600)
     group.meet()
     print(*group.pid(), flush=True)
@@ -171,16 +172,19 @@ def test_a_new_attempt_ends_what_another_driver_of_the_run_left(
 ) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER.format(home=str(HOME), run=run))
-    with subprocess.Popen(
-        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
-    ) as driver:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (
+        subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as driver,
+        ExitStack() as cleanup,
+    ):
+        cleanup.callback(driver.kill)
         assert driver.stdout is not None
         old = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
-        assert len(old) == 6
+        assert len(old) == 3
         if killed:
             driver.send_signal(signal.SIGKILL)
         start = time.monotonic()
-        (placement,) = reserve([ResourcePool(3, 2, True)], run, 30)
+        (placement,) = reserve([ResourcePool(3, 1, True)], run, 30)
         assert time.monotonic() - start < 10
         _, left = psutil.wait_procs(old, timeout=2)
         assert not left, "workers of two attempts live at once"

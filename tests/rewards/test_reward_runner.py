@@ -186,3 +186,11 @@ def test_unknown_scorers_are_found_before_scoring() -> None:
 def test_rows_and_responses_must_match() -> None:
     with runner() as scoring, pytest.raises(ValueError, match="1 responses for 2 rows"):
         scoring.score(["fine"], [ROW, ROW])
+
+
+def test_a_main_module_without_a_file_still_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `python -c`; Ray takes a name that is there for a text."""
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    with runner("by_response"):
+        pass
+    assert not hasattr(sys.modules["__main__"], "__file__")
