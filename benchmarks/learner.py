@@ -43,8 +43,8 @@ class Case:
     band: tuple[int, int] | None = None
 
 
-# Advantages that are not divided by their spread are small at first. So must the entropy bonus be, and with few responses
-# a step the start is left to luck.
+# Advantages that are not divided by their spread are small at first. So must the entropy bonus be, and with few
+# responses a step the start is left to luck.
 UNSCALED = ("actor.entropy_coef=0.005", "data.train_batch_size=64")
 CASES = {
     "grpo": Case("grpo"),
