@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from rl_core.models.lora import save_adapters
 from rl_core.storage import MANIFEST, Store
 from rl_core.training.engine import DTYPES, TrainEngine
 
@@ -43,11 +44,14 @@ def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
 def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, folder: str) -> None:
     """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config and tokenizer.
 
+    Adapters are part of its weights, and lie in its subfolder `adapter` once more, in PEFT's layout for `source`.
+
     Args:
         source: the folder that the model came from, whose tokenizer and templates go along.
     """
     model = engine.model
     weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters()}
+    adapters = {name: tensor.cpu() for name, tensor in engine.adapter_parameters()}
     if dist.get_rank() == 0:
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
             weights.pop("lm_head.weight", None)
@@ -61,6 +65,8 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
             for file in source.iterdir():
                 if file.is_file() and not (target / file.name).exists() and not _is_weights(file.name):
                     shutil.copyfile(file, target / file.name)
+            if adapters:
+                save_adapters(model, adapters, source, target / "adapter")
             store.remove(folder)
             store.upload(target, folder)
     dist.barrier()
