@@ -110,7 +110,7 @@ class VLLMEngine:
         """Replaces all weights by whole tensors under their Hugging Face names; the adapter is gone afterwards."""
         if self._on_gpu:
             self._llm.wake_up(tags=["weights"])
-        self._drop_adapter()
+        self._adapter = None
         with torch.no_grad():
             self._model_runner.reload_weights(weights_iterator=iter(weights))
         self.version = version
@@ -119,17 +119,12 @@ class VLLMEngine:
         """Replaces the adapter by that of a folder in PEFT's layout, which may go afterwards."""
         if self._on_gpu:
             self._llm.wake_up(tags=["weights"])
-        self._drop_adapter()
-        number = next(self._adapter_numbers)  # vLLM would take the same number for the same adapter
+        # A number that was there before would be taken for the adapter of then; the new one takes the old one's place.
+        number = next(self._adapter_numbers)
         request = LoRARequest(f"adapter-{number}", number, str(folder))
         if not self._llm.llm_engine.add_lora(request):
             raise RuntimeError(f"the rollout engine refused the adapter of weights version {version}")
         self._adapter, self.version = request, version
-
-    def _drop_adapter(self) -> None:
-        if self._adapter is not None:
-            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
-            self._adapter = None
 
     def wake_up(self) -> None:
         """Takes back the memory for the key/value cache, which is empty afterwards, also of prompts that it shares."""

@@ -72,6 +72,15 @@ def test_the_engine_serves_the_trained_policy(trainer: Trainer, tiny_model: Path
         trainer.check_samples(version)
 
 
+def test_a_policy_that_was_trained_before_the_first_push(trainer: Trainer, tiny_model: Path) -> None:
+    """As after a resume: what the adapters add is there once, not twice."""
+    trainer.train()
+    trainer.train()
+    assert trainer.sharding.push(2) < TOLERANCE
+    assert (trainer.served() - plain_log_probs(tiny_model, FIXED[:1], FIXED[1:])).abs().max() > 0.1
+    trainer.check_samples(2)
+
+
 def test_after_the_first_push_only_adapters_go(
     tiny_model: Path, place: Place, adapter_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
