@@ -9,7 +9,8 @@ from rl_core.config.compose import Composed
 from rl_core.data.dataset import check_tokenizer
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError
-from rl_core.models.load import check_model_folder, load_tokenizer
+from rl_core.models.load import check_model_folder, empty_causal_lm, load_tokenizer
+from rl_core.models.lora import add_adapters
 from rl_core.rewards.model import check_reward_model
 from rl_core.storage import Store
 from tasks.tracking import check_tracking, default_tracking_uri
@@ -34,6 +35,8 @@ def preflight(composed: Composed, home: Path) -> None:
     check_tracking(config.tracking.uri or default_tracking_uri(home))
     if config.model.path != "tiny":
         check_tokenizer(load_tokenizer(check_model_folder(config.model.path)), config.model.path)
+        if config.model.lora.rank:
+            add_adapters(empty_causal_lm(config.model.path), config.model.lora)
     if config.reward.model.path:
         check_reward_model(config.reward.model.path)
     load_source(config.data.source)

@@ -18,9 +18,10 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from rl_core.config.schema import ActorConfig, EngineConfig, OptimConfig, RunConfig, TinyModelConfig
+from rl_core.config.schema import ActorConfig, EngineConfig, LoraConfig, OptimConfig, RunConfig, TinyModelConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm
+from rl_core.models.lora import add_adapters
 from rl_core.models.tiny import build_tokenizer, save_tiny_model, tiny_config
 from rl_core.models.weights import load_weights
 from rl_core.rollout.agent_loop import Trajectory, to_batch
@@ -110,9 +111,11 @@ def policy_engine(
     updates: int = 10,
     config: EngineConfig | None = None,
     dtype: str = "float32",
+    lora: LoraConfig | None = None,
 ) -> TrainEngine:
-    """A policy engine from a checkpoint."""
-    policy = PolicyModel(empty_causal_lm(path))
+    """A policy engine from a checkpoint, with adapters if given."""
+    model = empty_causal_lm(path)
+    policy = PolicyModel(add_adapters(model, lora) if lora else model)
     return TrainEngine(policy, path, place, config or EngineConfig(), dtype, optim, updates, max_tokens)
 
 

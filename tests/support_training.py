@@ -65,6 +65,16 @@ RUNS = {
             "reward.function=support_rewards:named",
         ],
     ),
+    "lora": (
+        "grpo",
+        [
+            "trainer.steps=2",
+            "trainer.ranks_per_node=2",
+            "model.lora.rank=2",
+            "model.lora.push=adapter",
+            "actor.kl_loss_coef=0.1",
+        ],
+    ),
 }
 
 

@@ -189,7 +189,7 @@ def test_what_is_not_finite_is_not_equal(trained: Trained) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["gpro", "1"], ["'gpro'", "grpo, ppo"]),
+        (["gpro", "1"], ["'gpro'", "grpo, lora, ppo"]),
         (["no/such/run", "1"], ["no/such/run"]),
         (["grpo", "4"], ["1 to 3", "step 4"]),
         (["grpo", "0"], ["1 to 3", "step 0"]),

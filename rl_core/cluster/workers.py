@@ -22,6 +22,7 @@ from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.metrics import Metrics
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
+from rl_core.models.lora import adapters_off, add_adapters
 from rl_core.rollout.agent_loop import run_trajectories
 from rl_core.rollout.engine import RolloutEngine, Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
@@ -88,6 +89,7 @@ class Worker:
             optim,
             total_updates,
             self.config.actor.max_tokens_per_micro_batch,
+            self.config.trainer.seed,
         )
 
     def _train(self, engine: TrainEngine, data: DataProto, epochs: int, loss_of: LossOf, *args: float) -> Metrics:
@@ -120,21 +122,33 @@ class ActorRolloutRefWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, path: str, optim: OptimConfig, total_updates: int, reference: bool) -> None:
-        """Builds actor, optimizer and, if asked for, the reference from the checkpoint at `path`."""
+        """Builds actor, optimizer and, if asked for, the reference from the checkpoint at `path`.
+
+        An actor with adapters is its own reference, without them.
+        """
         for name in ("actor", "reference", "sharding"):
             self.__dict__.pop(name, None)
         gc.collect()  # the old weights go before the new ones come
         self.source = Path(path)
         self.temperature = self.config.rollout.temperature
         self.stop_token_ids = stop_tokens(self.source)
+        lora = self.config.model.lora
         self.actor = self._train_engine(self._policy(), self.source, optim, total_updates)
-        if reference:
+        if reference and not lora.rank:
             self.reference = self._train_engine(self._policy(), self.source, None, 0)
+        as_adapter = lora.rank > 0 and lora.push == "adapter"
         length = self.config.data.max_prompt_length + self.config.data.max_response_length
         if "rollout" not in self.__dict__:
             from rl_core.rollout.vllm import VLLMEngine
 
-            self.rollout = VLLMEngine(self.source, self.config.rollout, self.config.model.dtype, length, self.device)
+            self.rollout = VLLMEngine(
+                self.source,
+                self.config.rollout,
+                self.config.model.dtype,
+                length,
+                self.device,
+                lora.rank if as_adapter else 0,
+            )
             self.rollout.sleep()
         self.sharding = ShardingManager(
             self.actor,
@@ -142,10 +156,12 @@ class ActorRolloutRefWorker(Worker):
             self.config.model.dtype,
             self.config.rollout.canary_tolerance,
             length,
+            as_adapter,
         )
 
     def _policy(self) -> PolicyModel:
-        return PolicyModel(empty_causal_lm(self.source), self.config.engine.compile)
+        model, lora = empty_causal_lm(self.source), self.config.model.lora
+        return PolicyModel(add_adapters(model, lora) if lora.rank else model, self.config.engine.compile)
 
     @register(Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> float:
@@ -173,8 +189,12 @@ class ActorRolloutRefWorker(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` [B, R] of the responses under the reference."""
-        log_probs = self.reference.compute(data, self.temperature)[0]
-        self.reference.park()
+        if self.config.model.lora.rank:
+            with adapters_off(self.actor.model):
+                log_probs = self.actor.compute(data, self.temperature)[0]
+        else:
+            log_probs = self.reference.compute(data, self.temperature)[0]
+            self.reference.park()
         return DataProto({"ref_log_prob": log_probs}, {}, {})
 
     @register(Dispatch.DP_COMPUTE_METRIC)

@@ -99,5 +99,5 @@ def _kind(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     if get_origin(kind) is tuple:
-        return f"a list of {len(get_args(kind))} numbers"
+        return "a list of texts" if get_args(kind)[-1] is ... else f"a list of {len(get_args(kind))} numbers"
     return _TYPES.get(kind, str(kind))

@@ -53,11 +53,35 @@ class TinyModelConfig(Section):
     """Attention heads of 64 channels each."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: the model's own weights stay as they are, and are the reference. A critic trains in full."""
+
+    rank: int = Field(0, ge=0, le=512)
+    """Rank of the adapters that are trained instead of the policy's weights; 0 trains the weights themselves."""
+    alpha: float = Field(32.0, gt=0)
+    """What an adapter adds is multiplied by alpha ÷ rank."""
+    target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Names of the linear layers that get an adapter; [all-linear] takes all but the head."""
+    push: Literal["merged", "adapter"] = "merged"
+    """What goes to the rollout engine after a step. merged: whole weights with the adapters added; decodes fastest.
+    adapter: the adapters alone; little to send, and bfloat16 does not round small changes of the weights away."""
+
+
 class ModelConfig(Section):
     path: str = "tiny"
     """Folder of a Hugging Face checkpoint, or `tiny` for the offline model that is built in code."""
     tiny: TinyModelConfig = TinyModelConfig()
     """Shape of the offline model; only used with path `tiny`."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters; off by default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the computation and of the rollout engine's weights; master weights are always float32."""
 

@@ -1,7 +1,8 @@
 """Weights from safetensors files straight into the shards of a model, a slice of a tensor at a time."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from rl_core.errors import InputError
+from rl_core.models.lora import base_name, first_values, is_adapter
 
 
 class WeightFiles:
@@ -32,14 +34,19 @@ class WeightFiles:
             return part[rows] if part.get_shape() else file.get_tensor(name)
 
 
-def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
+def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device, seed: int = 0) -> None:
     """Gives a module that has shapes only, sharded or not, memory on the device and its model the folder's weights.
 
-    No rank reads more than its own rows. What the module has beside the model, such as a value head, starts at zero.
-    Raises InputError that names the weights that the folder lacks.
+    No rank reads more than its own rows. Adapters are drawn with `seed`, the same for any number of ranks. What the
+    module has beside the model, such as a value head, starts at zero. Raises InputError that names the weights that
+    the folder lacks.
     """
     files = WeightFiles(folder)
-    found = {name: _stored_name(name, model, files) for name, _ in model.named_parameters()}
+    found = {
+        name: _stored_name(base_name(name), model, files)
+        for name, _ in model.named_parameters()
+        if not is_adapter(name)
+    }
     missing = [name for name, stored in found.items() if stored is None]
     if missing:
         raise InputError(
@@ -53,24 +60,27 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
     for part in model.modules():
         if any(True for _ in part.buffers(recurse=False)):
             model._init_weights(part)  # computed ones such as rotary frequencies are in no file
-    names = {parameter: found[name] for name, parameter in model.named_parameters()}
-    for parameter in module.parameters():
+    names = {parameter: found.get(name) for name, parameter in model.named_parameters()}
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
         stored = names.get(parameter)
-        if stored is None:
-            nn.init.zeros_(parameter)
+        if stored is not None:
+            _fill(parameter, partial(files.read, stored))
+        elif is_adapter(name):
+            _fill(parameter, first_values(name, parameter.shape, generator).__getitem__)
         else:
-            _fill(parameter, files, stored)
+            nn.init.zeros_(parameter)
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, files: WeightFiles, name: str) -> None:
-    """Copies the stored tensor, or this rank's rows of it, into the parameter."""
+def _fill(parameter: nn.Parameter, read: Callable[[slice], Tensor]) -> None:
+    """Copies what `read` gives, whole or this rank's rows of it, into the parameter."""
     target, start = parameter.data, 0
     if isinstance(target, DTensor):
         _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
         target, start = target.to_local(), offset[0] if offset else 0
     if target.numel():
-        target.copy_(files.read(name, slice(start, start + len(target)) if target.ndim else slice(None)))
+        target.copy_(read(slice(start, start + len(target)) if target.ndim else slice(None)))
 
 
 def _stored_name(name: str, model: PreTrainedModel, files: WeightFiles) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -40,7 +41,11 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces all weights by whole tensors under their Hugging Face names, and forgets what was cached."""
+        """Replaces all weights by whole tensors under their Hugging Face names; the adapter is gone afterwards."""
+        ...
+
+    def update_adapter(self, folder: Path, version: int) -> None:
+        """Replaces the adapter, which acts on the weights as they are, by that of a folder in PEFT's layout."""
         ...
 
     def wake_up(self) -> None:
@@ -48,5 +53,6 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives the accelerator's memory to the trainer; weights must be updated before the next `wake_up`."""
+        """Gives the accelerator's memory to the trainer; weights or, where there is
+        one, the adapter must be updated before the next `wake_up`."""
         ...

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import GenerationConfig, PreTrainedModel
 
 from rl_core.errors import TransientError
+from rl_core.models.lora import save_adapters
 from rl_core.storage import MANIFEST, Store, storage_errors
 from rl_core.training.engine import DTYPES, TrainEngine
 
@@ -94,11 +95,14 @@ def _real_cause(path: str, writing: bool = False) -> Iterator[None]:
 def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, folder: str) -> None:
     """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer and templates.
 
+    Adapters are part of its weights, and lie in its subfolder `adapter` once more, in PEFT's layout for `source`.
+
     Args:
         source: the folder that the model came from, whose tokenizer and templates go along.
     """
     model = engine.model
     weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters()}
+    adapters = {name: tensor.cpu() for name, tensor in engine.adapter_parameters()}
     if dist.get_rank() == 0:
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
             weights.pop("lm_head.weight", None)
@@ -110,6 +114,8 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
                 if file.is_file() and not place.exists() and not _is_weights(file.name):
                     place.parent.mkdir(exist_ok=True)
                     shutil.copyfile(file, place)
+            if adapters:
+                save_adapters(model, adapters, source, target / "adapter")
             store.remove(folder)
             store.upload(target, folder)
     dist.barrier()

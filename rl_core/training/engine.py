@@ -20,6 +20,7 @@ from rl_core.config.schema import EngineConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
 from rl_core.models.load import PolicyModel, ValueModel
+from rl_core.models.lora import base_name, factors, is_adapter, peft_name
 from rl_core.models.weights import load_weights
 from rl_core.training.optimizer import build_optimizer, learning_rate
 from rl_core.training.packing import micro_batches
@@ -43,14 +44,16 @@ class TrainEngine:
         optim: OptimConfig | None,
         total_updates: int,
         max_tokens: int,
+        seed: int = 0,
     ) -> None:
         """Loads the module, which has shapes only, from the folder `source`; all ranks take part.
 
         Args:
             total_updates: optimizer steps of the whole run, for the schedule of the learning rate.
             max_tokens: packed tokens of a micro-batch.
+            seed: of the first values of adapters.
         """
-        self.place, self.device, self.max_tokens = place, place.device, max_tokens
+        self.place, self.device, self.max_tokens, self.source = place, place.device, max_tokens, source
         self.module, self.model = module, cast(PreTrainedModel, module.hf)
         on_gpu = self.device.type == "cuda"
         always = config.offload == "always" or (optim is None and config.reference_offload)
@@ -59,7 +62,7 @@ class TrainEngine:
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
         self._shard(DTYPES[dtype], config.compile)
-        load_weights(module, self.model, source, torch.device("cpu") if self._offloaded else self.device)
+        load_weights(module, self.model, source, torch.device("cpu") if self._offloaded else self.device, seed)
         if self._offloaded:
             for part in module.modules():
                 for name, buffer in part.named_buffers(recurse=False):
@@ -171,26 +174,46 @@ class TrainEngine:
             for state in self.optimizer.state.values():
                 state.update({name: value.to(device) for name, value in state.items()})
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of each weight of the Hugging Face model, one at a time; all ranks take part."""
+    def full_parameters(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of each weight of the Hugging Face model, one at a time; all ranks take part.
+
+        What adapters add is part of the weights, or, where not `merged`, left out.
+        """
         self._unpark()
+        adapters = factors(self.model) if merged else {}
         for name, parameter in self.model.named_parameters():
-            yield name, self._whole(parameter)
+            if not is_adapter(name):
+                whole = self._whole(parameter)
+                if name in adapters:
+                    a, b, scale = adapters[name]
+                    whole = whole + scale * (self._whole(b) @ self._whole(a))
+                yield base_name(name), whole
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if output is not None and output.weight is embedding.weight:
             # Tied weights are listed once; a rollout engine that is not told about the head keeps its old copy.
             yield "lm_head.weight", self._whole(cast(nn.Parameter, embedding.weight))
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """PEFT's name and whole tensor of each weight of the adapters; all ranks take part."""
+        self._unpark()
+        for name, parameter in self.model.named_parameters():
+            if is_adapter(name):
+                yield peft_name(name), self._whole(parameter)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def _whole(self, parameter: Tensor) -> Tensor:
         whole = parameter.detach().to(self.device)
         return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
     def state(self) -> dict[str, dict[str, Tensor] | Tensor]:
-        """Weights, Adam moments and number of updates, as (sharded) tensors only, in the layout of a checkpoint."""
+        """Trained weights, their Adam moments and the number of updates, as (sharded) tensors only, in the layout of a
+        checkpoint."""
         assert self.optimizer is not None
         counts = torch.tensor([self.updates, self.skipped])
         state: dict[str, dict[str, Tensor] | Tensor] = {"counts": counts}
-        named = dict(self.module.named_parameters())
+        named = self._trained()
         state["model"] = {name: parameter.detach() for name, parameter in named.items()}
         for moment in ("exp_avg", "exp_avg_sq"):
             state[moment] = {
@@ -205,7 +228,7 @@ class TrainEngine:
         counts, moments_1, moments_2 = state["counts"], state["exp_avg"], state["exp_avg_sq"]
         assert isinstance(counts, Tensor) and isinstance(moments_1, dict) and isinstance(moments_2, dict)
         self.updates, self.skipped = counts.tolist()
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._trained().items():
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(float(self.updates), device=parameter.device),
                 "exp_avg": moments_1[name],

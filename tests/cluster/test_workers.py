@@ -18,15 +18,17 @@ PROTO, METRIC = Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC
 OPTIM = OptimConfig(lr=1e-3, grad_clip=1e9)
 
 
-def actor(model: Path, place: Place, **sections: dict[str, object]) -> ActorRolloutRefWorker:
+def actor(path: Path, place: Place, **sections: dict[str, object]) -> ActorRolloutRefWorker:
     """A worker that has joined the process group and loaded the model."""
     config = RunConfig.model_validate(
         {"rollout": {"temperature": TEMPERATURE, "n": 2}, "data": {"train_batch_size": 4}, **sections}
     )
     worker = ActorRolloutRefWorker(config)
     worker.place, worker.device, worker.temperature = place, place.device, config.rollout.temperature
-    worker.actor = policy_engine(model, place, OPTIM)
-    worker.reference = policy_engine(model, place)
+    lora = config.model.lora
+    worker.actor = policy_engine(path, place, OPTIM, lora=lora if lora.rank else None)
+    if not lora.rank:
+        worker.reference = policy_engine(path, place)
     return worker
 
 
@@ -42,6 +44,17 @@ def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, place
         wanted = plain_log_probs(tiny_model, *ids, TEMPERATURE)
         torch.testing.assert_close(rows.batch["old_log_probs"][i, :r], wanted, rtol=0, atol=5e-6)
     torch.testing.assert_close(rows.batch["ref_log_prob"], rows.batch["old_log_probs"], rtol=0, atol=1e-6)
+
+
+def test_with_adapters_the_reference_is_the_actors_base(tiny_model: Path, place: Place) -> None:
+    worker = actor(tiny_model, place, model={"lora": {"rank": 4}}, actor={"kl_loss_coef": 0.1})
+    rows = on_policy(worker)
+    assert torch.equal(rows.batch["ref_log_prob"], rows.batch["old_log_probs"])
+    metrics = worker.update_actor(rows)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert torch.equal(worker.compute_ref_log_prob(rows).batch["ref_log_prob"], rows.batch["ref_log_prob"])
+    assert worker.update_actor(rows)["kl_loss"] > 1e-6
 
 
 def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model: Path, place: Place) -> None:

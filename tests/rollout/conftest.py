@@ -18,8 +18,19 @@ def vllm_engine(tiny_model: Path, process_group: None) -> Iterator["VLLMEngine"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in WORKER_ENV.items():
             patch.setenv(name, value)
-        from rl_core.rollout.vllm import VLLMEngine
+        yield from live_engine(tiny_model, 0)
 
-        engine = VLLMEngine(tiny_model, RolloutConfig(kv_cache_gb=0.0625), "float32", 64, torch.device("cpu"))
-        yield engine
-        engine._llm.llm_engine.engine_core.shutdown()  # while its process group is still there
+
+@pytest.fixture(scope="session")
+def adapter_engine(tiny_model: Path, vllm_engine: "VLLMEngine") -> Iterator["VLLMEngine"]:
+    """An engine that takes adapters; after the other one, which sets the environment."""
+    yield from live_engine(tiny_model, 4)
+
+
+def live_engine(model: Path, adapter_rank: int) -> Iterator["VLLMEngine"]:
+    from rl_core.rollout.vllm import VLLMEngine
+
+    settings = RolloutConfig(kv_cache_gb=0.0625)
+    engine = VLLMEngine(model, settings, "float32", 64, torch.device("cpu"), adapter_rank)
+    yield engine
+    engine._llm.llm_engine.engine_core.shutdown()  # while its process group is still there

@@ -179,7 +179,7 @@ def test_a_push_without_the_tied_head_is_caught(
 ) -> None:
     whole = trainer.engine.full_parameters
 
-    def without_head() -> Iterator[tuple[str, Tensor]]:
+    def without_head(merged: bool) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in whole() if name != "lm_head.weight")
 
     trainer.train()
@@ -195,7 +195,7 @@ def test_weights_that_were_changed_on_the_way_are_caught(
 ) -> None:
     whole = trainer.engine.full_parameters
 
-    def changed() -> Iterator[tuple[str, Tensor]]:
+    def changed(merged: bool) -> Iterator[tuple[str, Tensor]]:
         return ((n, t * 1.05 if n.endswith("o_proj.weight") else t) for n, t in whole())
 
     monkeypatch.setattr(trainer.engine, "full_parameters", changed)

@@ -28,7 +28,7 @@ from rl_core.training.engine import TrainEngine
 from rl_core.training.place import Place
 
 sys.path.append(str(Path(__file__).parent))
-from two_ranks import CONFIG, MAX_TOKENS, OPTIM  # noqa: E402
+from two_ranks import CONFIG, LORA, MAX_TOKENS, OPTIM  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -124,3 +124,16 @@ def test_the_export_of_two_ranks_is_the_trained_model(outcome: Outcome) -> None:
         prompt, response = rows.batch["prompts"][i, :p].tolist(), rows.batch["responses"][i, :r].tolist()
         wanted = plain_log_probs(outcome.folder / "export", prompt, response)
         torch.testing.assert_close(log_probs_BR[i, :r], wanted, rtol=0, atol=5e-6)
+
+
+def test_adapters_of_two_ranks_are_those_of_one(outcome: Outcome, tiny_model: Path, place: Place) -> None:
+    alone = Alone(tiny_model, place)
+    alone.engine = policy_engine(tiny_model, place, OPTIM, MAX_TOKENS, lora=LORA)
+    drawn, start = outcome.read("lora_start"), dict(alone.engine.adapter_parameters())
+    assert drawn.keys() == start.keys() and all(torch.equal(drawn[name], start[name]) for name in drawn)
+    alone.update()
+    alone.update()
+    assert distance(outcome.read("lora"), weights_of(alone.engine), "model.") < 1e-5
+    assert distance(outcome.read("lora"), weights_of(alone.engine), "exp_avg.") < 1e-4
+    merged = outcome.read("lora_merged")
+    assert distance(merged, {n: t for n, t in alone.engine.full_parameters() if n in merged}) < 1e-5

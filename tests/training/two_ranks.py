@@ -11,13 +11,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from support import LENGTHS, off_policy, policy_engine, rows_of, save, update, weights_of
 
-from rl_core.config.schema import ActorConfig, OptimConfig
+from rl_core.config.schema import ActorConfig, LoraConfig, OptimConfig
 from rl_core.storage import Store
 from rl_core.training.checkpoint import export_model, load_engine
 from rl_core.training.place import make_place
 
 MAX_TOKENS = 21
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)
+LORA = LoraConfig(rank=3, target_modules=("all-linear",))
 CONFIG = ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_loss_coef=0.1)
 
 
@@ -57,6 +58,13 @@ def main(rank: int, model: Path, folder: Path) -> None:
     write("loaded", weights_of(resumed))
     update(resumed, rows, tokens, sequences, CONFIG)
     write("resumed", weights_of(resumed))
+
+    adapted = policy_engine(model, place, OPTIM, MAX_TOKENS, lora=LORA)
+    write("lora_start", dict(adapted.adapter_parameters()))
+    for _ in range(2):  # the first one leaves A as it is, since B is zero
+        update(adapted, rows, tokens, sequences, CONFIG)
+    write("lora", weights_of(adapted))
+    write("lora_merged", {name: tensor for name, tensor in adapted.full_parameters() if name != "lm_head.weight"})
     dist.destroy_process_group()
 
 

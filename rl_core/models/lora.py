@@ -1,0 +1,112 @@
+"""Low-rank adapters (LoRA) inside a model, by PEFT: put in, drawn, switched off, written as PEFT's own files."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import peft
+import torch
+from peft.tuners.lora import Linear as AdapterLinear
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl_core.config.schema import LoraConfig
+from rl_core.errors import InputError
+
+ALL_LINEAR = "all-linear"
+_ADAPTER = "default"  # PEFT's name for a model's only adapter
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
+    """The model, whose parameters may have shapes only, with adapters as the only parameters that train.
+
+    Raises InputError when a target is no linear layer of the model, or is its head.
+    """
+    targets = ALL_LINEAR if config.target_modules == (ALL_LINEAR,) else list(config.target_modules)
+    if targets != ALL_LINEAR:
+        _check_targets(model, config.target_modules)
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=cast(int, config.alpha), target_modules=targets, task_type=peft.TaskType.CAUSAL_LM
+    )
+    with torch.device("meta"):
+        peft.inject_adapter_in_model(settings, model)
+    return model
+
+
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    head = model.get_output_embeddings()
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    wrong = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
+    if wrong or not targets:
+        names = ",".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise InputError(
+            f"names of linear layers of {type(model).__name__} other than its head",
+            f"{', '.join(wrong) or 'none'}",
+            f"model.lora.target_modules=[{','.join(targets)}]",
+            f"choose from model.lora.target_modules=[{names}] or give [{ALL_LINEAR}]",
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter with this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter has in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def peft_name(name: str) -> str:
+    """The name that an adapter's parameter has in PEFT's files."""
+    return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
+
+
+def first_values(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """The values that an adapter's parameter starts with, whole: the product of A and B is zero, so that training
+    starts at the base model."""
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """A [rank, in], B [out, rank] and the scale of each adapter, by the name of the parameter that it adds to."""
+    found = {}
+    for name, part in model.named_modules():
+        if isinstance(part, AdapterLinear):
+            a, b = cast(nn.Linear, part.lora_A[_ADAPTER]).weight, cast(nn.Linear, part.lora_B[_ADAPTER]).weight
+            found[f"{name}.base_layer.weight"] = (a, b, part.scaling[_ADAPTER])
+    return found
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it would without adapters."""
+    layers = [part for part in model.modules() if isinstance(part, AdapterLinear)]
+    # PEFT's own switch also turns requires_grad off, which FSDP2 reads once, whenever it first gathers the weights.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def save_adapters(model: PreTrainedModel, weights: dict[str, Tensor], base: Path, folder: Path) -> None:
+    """Writes whole adapter weights under their PEFT names, and the config that belongs to them, into a new folder.
+
+    `base` is the folder of the model that they add to.
+    """
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = cast(dict[str, peft.LoraConfig], model.peft_config)[_ADAPTER]
+    config = settings.to_dict() | {"inference_mode": True, "base_model_name_or_path": str(base)}
+    text = json.dumps(config, default=sorted, indent=1, sort_keys=True)  # sets come out in any order
+    (folder / "adapter_config.json").write_text(text)
