@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support import LENGTHS, off_policy, policy_engine, rows_of, save_grouped_model, save_sharp_model, update_alone
 from torch import Tensor
 
-from rl_core.config.schema import EngineConfig, OptimConfig
+from rl_core.config.schema import EngineConfig, LoraConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.log_probs import LOGIT_CHUNK, ChunkedLogProbs
 from rl_core.training.engine import TrainEngine
@@ -35,8 +35,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def engine_of(model: Path, place: Place, config: EngineConfig | None = None, dtype: str = "float32") -> TrainEngine:
-    return policy_engine(model, place, OPTIM, config=config, dtype=dtype)
+def engine_of(
+    model: Path,
+    place: Place,
+    config: EngineConfig | None = None,
+    dtype: str = "float32",
+    lora: LoraConfig | None = None,
+) -> TrainEngine:
+    return policy_engine(model, place, OPTIM, config=config, dtype=dtype, lora=lora)
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
@@ -73,10 +79,13 @@ def test_a_neighbour_moves_nothing(model: Path, gpu: Place) -> None:
     ],
     ids=["compile", "checkpointing", "compile+checkpointing", "idle", "always"],
 )
-def test_no_setting_changes_what_is_learned(model: Path, gpu: Place, config: EngineConfig) -> None:
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+def test_no_setting_changes_what_is_learned(
+    model: Path, gpu: Place, config: EngineConfig, lora: LoraConfig | None
+) -> None:
     outcomes = []
     for each in (EngineConfig(), config):
-        engine = engine_of(model, gpu, each)
+        engine = engine_of(model, gpu, each, lora=lora)
         rows = off_policy(engine, rows_of(LENGTHS))
         metrics = []
         for _ in range(2):
