@@ -88,15 +88,31 @@ def score(
     for place in (~scored_B).nonzero().flatten().tolist():
         uid[place] = f"{uid[place]}-failed-{place}"
     mask_BR = tensors["response_mask"] * scored_B[:, None]
-    named = {
-        f"{NAMED}{name}": torch.tensor([result.named.get(name, 0.0) for result in results])
-        for name in sorted({name for result in results for name in result.named})
-    }
+    named = _named_rewards(results, config)
     return DataProto(
         {**tensors, "token_level_scores": scores_BR, "scored": scored_B, "response_mask": mask_BR, **named},
         {**batch.non_tensor_batch, "uid": uid},
         batch.meta_info,
     )
+
+
+def _named_rewards(results: list[RewardResult], config: RunConfig) -> dict[str, torch.Tensor]:
+    """A column [B] for each reward that a scorer named; 0 where it is missing.
+
+    Raises InputError where the estimator learns from them and one is missing, which would train as a 0.
+    """
+    scored = [result.named for result in results if result.score is not None]
+    names = sorted({name for each in scored for name in each})
+    learned = "named_rewards" in ESTIMATORS.resolve(config.algorithm.estimator).needs
+    different = [each for each in scored if each.keys() != set(names)]
+    if learned and different:
+        raise InputError(
+            f"the rewards {', '.join(names)} for every response",
+            f"{', '.join(sorted(different[0])) or 'none'} for one of them",
+            f"the scorer (reward.function, or that of the rows' data_source) with {config.algorithm.estimator}",
+            "return all names for every response, 0.0 for what does not apply",
+        )
+    return {f"{NAMED}{name}": torch.tensor([result.named.get(name, 0.0) for result in results]) for name in names}
 
 
 def _of_other_prompts(results: list[RewardResult], config: RunConfig, step: int) -> list[RewardResult]:

@@ -15,7 +15,7 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.data.rows import make_row
-from rl_core.errors import TransientError
+from rl_core.errors import InputError, TransientError
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.worker import RewardResult, failure
 from rl_core.rollout.agent_loop import Trajectory, to_batch
@@ -115,6 +115,18 @@ def test_a_response_without_a_score_trains_nothing_and_leaves_its_group() -> Non
     uid = scored.non_tensor_batch["uid"].tolist()
     assert uid.count("7-0-1") == 2 and uid.count(uid[4]) == 1
     assert batch.non_tensor_batch["uid"][4] == "7-0-1", "the batch that came in is changed"
+
+
+def test_a_named_reward_that_is_missing_is_an_error_where_it_is_learned_from() -> None:
+    whole = RewardResult(1.0, "ok", named={"format": 1.0, "answer": 0.5})
+    part = RewardResult(1.0, "ok", named={"answer": 0.5})
+    for run, results in ((config(), [whole, part]), (config(algorithm={"estimator": "gdpo"}), [whole, whole])):
+        scored = steps.score(rolled_out(run), Recorded(results * 6), TOKENIZER, run, 7)  # type: ignore[arg-type]
+        assert scored.batch["reward_named/format"].sum() == sum("format" in result.named for result in results) * 6
+    run = config(algorithm={"estimator": "gdpo"})
+    results = [*[whole] * 10, failure("timeout", "too slow"), part]
+    with pytest.raises(InputError, match="the rewards answer, format for every response\n.*seen: answer for one"):
+        steps.score(rolled_out(run), Recorded(results), TOKENIZER, run, 7)  # type: ignore[arg-type]
 
 
 def test_two_lost_responses_are_not_a_group_of_their_own() -> None:

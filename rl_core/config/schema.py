@@ -317,6 +317,12 @@ class RunConfig(Section):
                 "of at least 2",
             ),
             (
+                self.algorithm.estimator != "gdpo"
+                or not (self.algorithm.kl_in_reward_coef or self.algorithm.overlong_buffer),
+                "algorithm.estimator=gdpo reads the scorer's named rewards, which algorithm.kl_in_reward_coef and "
+                "algorithm.overlong_buffer do not reach; use actor.kl_loss_coef, or penalise length in the scorer",
+            ),
+            (
                 self.algorithm.allow_both_kl
                 or not (self.actor.kl_loss_coef > 0 and self.algorithm.kl_in_reward_coef > 0),
                 "KL is both in the loss (actor.kl_loss_coef) and in the reward (algorithm.kl_in_reward_coef); "

@@ -195,3 +195,10 @@ def test_configs_are_checked_in_a_moment_without_heavy_imports() -> None:
         seconds.append(time.monotonic() - start)
         assert done.stdout.strip() == "[]"
     assert min(seconds) < 1.5
+
+
+@pytest.mark.parametrize("setting", ["algorithm.kl_in_reward_coef=0.1", "algorithm.overlong_buffer=2"])
+def test_token_rewards_that_gdpo_would_not_see_are_refused(setting: str) -> None:
+    compose("grpo", ["algorithm.estimator=gdpo"])
+    with pytest.raises(InputError, match="gdpo reads the scorer's named rewards"):
+        compose("grpo", ["algorithm.estimator=gdpo", setting])
