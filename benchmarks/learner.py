@@ -47,20 +47,22 @@ class Case:
 # responses a step the start is left to luck.
 UNSCALED = ("actor.entropy_coef=0.005", "data.train_batch_size=64")
 CASES = {
-    "grpo": Case("grpo"),
-    "dr_grpo": Case("dr_grpo", UNSCALED),
-    "gspo": Case("gspo"),
-    "cispo": Case("cispo"),
-    "rloo": Case("rloo", UNSCALED),
+    "grpo": Case("grpo", band=(82, 114)),
+    "dr_grpo": Case("dr_grpo", UNSCALED, band=(51, 74)),
+    "gspo": Case("gspo", band=(52, 85)),
+    "cispo": Case("cispo", ("actor.entropy_coef=0.05", "data.train_batch_size=64"), band=(28, 123)),
+    "rloo": Case("rloo", UNSCALED, band=(51, 74)),
     "last_digit": Case("grpo", ("data.source=last_digit", "data.max_response_length=1")),
-    "reinforce_pp": Case("reinforce_pp", ("data.train_batch_size=512",)),
+    "reinforce_pp": Case("reinforce_pp", ("data.train_batch_size=512",), band=(53, 91)),
     "ppo": Case("ppo", ("data.train_batch_size=256", "critic.optim.lr=3.0e-3")),
-    "opo": Case("opo", UNSCALED),
-    "gpg": Case("gpg", ("actor.entropy_coef=0.01", "data.train_batch_size=64")),
+    "opo": Case("opo", UNSCALED, band=(54, 64)),
+    "gpg": Case("gpg", ("actor.entropy_coef=0.01", "data.train_batch_size=64"), band=(66, 109)),
     "dapo": Case(
-        "dapo", ("algorithm.overlong_buffer=1", "algorithm.overlong_penalty=0.02", "algorithm.max_generated_batches=2")
+        "dapo",
+        ("algorithm.overlong_buffer=1", "algorithm.overlong_penalty=0.02", "algorithm.max_generated_batches=2"),
+        band=(48, 80),
     ),
-    "remax": Case("remax", (*UNSCALED, "rollout.n=8")),
+    "remax": Case("remax", (*UNSCALED, "rollout.n=8"), band=(84, 95)),
 }
 
 
