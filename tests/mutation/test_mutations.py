@@ -1,12 +1,11 @@
-"""The list of planted bugs is honest; the whole of it runs with `make mutation`."""
+"""The list of planted bugs is honest; it runs with `make mutation`."""
 
 import ast
 from pathlib import Path
 
 import pytest
-from mutation.run import BUGS, ROOT, Bug, run_bug, run_unchanged
+from mutation.run import BUGS, ROOT, Bug
 
-CHEAP = [bug for bug in BUGS if bug.name in ("missing baseline", "micro-batch dependent scale")]
 bugs = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 
 
@@ -33,11 +32,3 @@ def test_each_bug_names_tests_that_exist(bug: Bug) -> None:
     for test in bug.tests:
         file, _, function = test.partition("::")
         assert (ROOT / file).is_file() and f"def {function}" in (ROOT / file).read_text()
-
-
-@pytest.mark.mutation
-def test_two_bugs_are_caught_and_the_unchanged_library_passes() -> None:
-    assert run_unchanged(CHEAP).passed
-    for bug in CHEAP:
-        outcome = run_bug(bug)
-        assert not outcome.passed and outcome.failed_test.split("::")[1].startswith("test_")
