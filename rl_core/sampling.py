@@ -4,6 +4,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_core import steps
 from rl_core.algorithms.advantages import ESTIMATORS, group_index
+from rl_core.algorithms.masked import masked_mean
 from rl_core.algorithms.shaping import groups_with_spread
 from rl_core.cluster.roles import Roles
 from rl_core.config.schema import RunConfig
@@ -60,7 +61,7 @@ class Sampler:
             )
         generated = DataProto.concat([*useful, *flat])
         batch = generated[:size]
-        score = generated.batch["token_level_scores"].sum(-1)[generated.batch["scored"]].mean().item()
+        score = masked_mean(generated.batch["token_level_scores"].sum(-1), generated.batch["scored"].float()).item()
         metrics = {
             "sampling/generated_batches": float(made),
             "sampling/generated_score": score,
