@@ -1,7 +1,5 @@
 """Two processes that train together against one that trains alone."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from support import (
     policy_engine,
     rows_of,
     save,
+    start_ranks,
     update,
     weights_of,
 )
@@ -55,23 +54,7 @@ class Outcome:
         save(alone.engine, self.store, "alone")
         alone.update()
         self.second = weights_of(alone.engine)
-        self._run(model)
-
-    def _run(self, model: Path) -> None:
-        command = [sys.executable, str(HERE / "two_ranks.py")]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])}
-        ranks = [
-            subprocess.Popen([*command, str(rank), str(model), str(self.folder)], env=env, stderr=subprocess.PIPE)
-            for rank in range(2)
-        ]
-        try:
-            for rank in ranks:
-                _, errors = rank.communicate(timeout=120)
-                assert rank.returncode == 0, errors.decode()
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        start_ranks(HERE / "two_ranks.py", 2, model, folder)
 
     def read(self, name: str) -> dict[str, Tensor]:
         return load_file(self.folder / f"{name}.safetensors")

@@ -1,6 +1,6 @@
 """One of two ranks that train together; test_two_ranks.py starts both and compares what rank 0 writes.
 
-Usage: two_ranks.py RANK MODEL FOLDER, where FOLDER holds a checkpoint `alone` of a world of one rank.
+Usage: two_ranks.py RANK 2 MODEL FOLDER, where FOLDER holds a checkpoint `alone` of a world of one rank.
 """
 
 import sys
@@ -69,4 +69,4 @@ def main(rank: int, model: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4]))
