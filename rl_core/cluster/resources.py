@@ -80,7 +80,8 @@ def resource_pools(config: RunConfig) -> list[ResourcePool]:
 
 
 def shares(groups: int) -> list[float]:
-    """Parts of a place for the worker groups that share it; each takes more than half of what is left.
+    """Parts of a place for the worker groups that share it, in the order in which they are placed; each takes more than
+    half of what is left.
 
     Ray packs fractions: with equal parts, two ranks of one group would get the same GPU.
     """

@@ -71,7 +71,7 @@ class RayWorkerGroup:
         deadline: float,
         sequence_parallel_size: int = 1,
     ) -> None:
-        """Starts the actors, which `meet` waits for.
+        """Starts the actors, which have their places when this returns; `meet` waits for their workers.
 
         `share` is each one's part of its place, `deadline` the seconds of one call at most.
         """
@@ -97,6 +97,8 @@ class RayWorkerGroup:
             ]
         except ActorAlreadyExistsError as error:
             raise TransientError(f"another attempt of this run is starting its workers: {error}") from error
+        # Shares keep two ranks of a group off one device only if the group of the next smaller share comes after it.
+        self._call("placing", [worker.__ray_ready__.remote() for worker in self.workers]).get()
         self._started = self._call("start", [worker.start.remote(worker_class, args) for worker in self.workers])
 
     def meet(self) -> None:
