@@ -17,8 +17,20 @@ from rl_core.config.learning import (
     OptimConfig,
     Section,
 )
+from rl_core.config.reward import RewardConfig
+from rl_core.config.rollout import AgentConfig, RolloutConfig
 
-__all__ = ["ActorConfig", "AlgorithmConfig", "CorrectionConfig", "CriticConfig", "OptimConfig", "RunConfig"]
+__all__ = [
+    "ActorConfig",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CorrectionConfig",
+    "CriticConfig",
+    "OptimConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+]
 
 
 class DataConfig(Section):
@@ -116,51 +128,6 @@ class WarmStartConfig(Section):
     """Loss (nats per token, mean of the last 10 steps) at which the stage ends early; 0 runs all steps."""
 
 
-class RolloutConfig(Section):
-    n: int = Field(8, ge=1)
-    """Responses per prompt."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature of training rollouts; the trainer's log-probs use it too."""
-    max_num_seqs: int = Field(256, ge=1)
-    """Sequences that one engine decodes at a time."""
-    kv_cache_gb: float = Field(0.25, gt=0)
-    """GiB of key/value cache per engine on a CPU."""
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
-    """Share of a GPU's memory that the engine may take (weights and key/value cache)."""
-    canary_tolerance: float = Field(1e-3, gt=0)
-    """Largest difference of log-probs between trainer and engine after a weight push; above it training stops."""
-
-
-class RewardModelConfig(Section):
-    path: str | None = None
-    """Folder of a sequence-classification checkpoint with one label that scores finished conversations; unset: none.
-    It reads them with its own tokenizer and chat template, or where it has no template, all texts joined."""
-    weight: float = 1.0
-    """What its score is multiplied with before it is added to the scorer's; unweighted it is the named reward
-    `model`."""
-    nodes: int = Field(1, ge=1)
-    """Machines of its own pool; only read with `ranks_per_node`."""
-    ranks_per_node: int | None = Field(None, ge=1)
-    """Worker processes a machine of its own pool; unset shares the places of actor and critic."""
-
-
-class RewardConfig(Section):
-    function: str | None = None
-    """Scorer for all rows: a name from rl_core/rewards/scorers.py or `package.module:function`; unset takes the
-    scorer of each row's `data_source`, `none` gives 0. It returns a number, or a dict with `score` and further named
-    rewards."""
-    model: RewardModelConfig = RewardModelConfig()
-    """A reward model beside the scorer."""
-    timeout_s: float = Field(10.0, gt=0)
-    """Seconds for one response; then the scoring process is killed and the response counts as failed."""
-    processes: int = Field(1, ge=1)
-    """Scoring processes."""
-    max_failed_share: float = Field(0.1, ge=0, le=1)
-    """Share of a step's responses that may fail to score; above it the step stops."""
-    shuffle_control: bool = False
-    """Negative control: hand each reward to another prompt of the step. Nothing should be learned."""
-
-
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     """Steps of reinforcement learning in the run."""
@@ -226,6 +193,7 @@ class RunConfig(Section):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
+    agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -240,9 +208,30 @@ class RunConfig(Section):
 
     @property
     def places(self) -> int:
-        """Places in the cluster: those of the ranks, and of the reward model where it has its own."""
-        model = self.reward.model
-        return self.world_size + (model.nodes * (model.ranks_per_node or 0) if model.path else 0)
+        """Places in the cluster: those of the ranks, and of rollouts and reward model where they have their own."""
+        model, rollout = self.reward.model, self.rollout
+        own = rollout.nodes * (rollout.ranks_per_node or 0)
+        return self.world_size + own + (model.nodes * (model.ranks_per_node or 0) if model.path else 0)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether rollout engines share the places of the actor."""
+        return self.rollout.ranks_per_node is None
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Ranks that roll out."""
+        return self.world_size if self.colocated else self.rollout.nodes * (self.rollout.ranks_per_node or 0)
+
+    @property
+    def max_staleness(self) -> int:
+        """Steps by which the weights that sample a token may be behind those that the step before made."""
+        return {"sync": 0, "one_step_off": 1, "async": self.rollout.max_staleness}[self.rollout.mode]
+
+    @property
+    def multi_turn(self) -> bool:
+        """Whether anything may answer the policy's first turn."""
+        return bool(self.agent.tools or self.agent.mcp_servers or self.agent.environment)
 
     @property
     def shard_size(self) -> int:
@@ -301,12 +290,49 @@ class RunConfig(Section):
             ),
         ]
 
+    def _rollout_checks(self) -> list[tuple[object, str]]:
+        """What has to hold of rollouts, each with the words for when it does not."""
+        rollout = self.rollout
+        compares = self.correction.weights != "none" or self.correction.reject != "none" or self.max_staleness > 0
+        return [
+            (
+                rollout.mode == "sync" or not self.colocated,
+                f"rollout.mode={rollout.mode} makes rollouts while the actor trains and needs rollout.ranks_per_node, "
+                "which gives the engines a pool of their own",
+            ),
+            (
+                rollout.nodes == 1 or not self.colocated,
+                f"rollout.nodes={rollout.nodes} needs rollout.ranks_per_node, which gives the engines a pool of their "
+                "own",
+            ),
+            (
+                self.rollout_ranks % rollout.tensor_parallel_size == 0,
+                f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} must divide the {self.rollout_ranks} "
+                "ranks that roll out",
+            ),
+            (
+                not compares or (rollout.top_p == 1 and not rollout.top_k),
+                "corrections and stale rollouts compare log-probs of engine and trainer, which rollout.top_p and "
+                "rollout.top_k make those of a part of the vocabulary; set rollout.top_p=1 and rollout.top_k=0",
+            ),
+            (
+                not compares or rollout.log_probs,
+                "corrections and stale rollouts need the engine's log-probs; set rollout.log_probs=true",
+            ),
+            (
+                self.colocated or not (self.model.lora.rank and self.model.lora.push == "adapter"),
+                "model.lora.push=adapter needs rollout engines on the actor's places; unset rollout.ranks_per_node or "
+                "set model.lora.push=merged",
+            ),
+        ]
+
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
         batch, mini, n = self.data.train_batch_size, self.mini_batch_size, self.rollout.n
         checks: list[tuple[object, str]] = [
             *self._layout_checks(),
             (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
+            *self._rollout_checks(),
             (
                 self.reward.function != "none" or self.reward.model.path,
                 "reward.function=none leaves the scoring to a reward model and needs reward.model.path",
