@@ -4,6 +4,7 @@ One process a device. `init_model` may be called again: it starts over from anot
 rollout engine, which gets the new weights pushed.
 """
 
+import asyncio
 import gc
 import os
 import statistics
@@ -23,7 +24,7 @@ from rl_core.data.protocol import DataProto
 from rl_core.metrics import Metrics
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
 from rl_core.models.lora import adapters_off, add_adapters
-from rl_core.rollout.agent_loop import run_trajectories
+from rl_core.rollout.agent_loop import roll_out
 from rl_core.rollout.engine import RolloutEngine, Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
 from rl_core.storage import Store
@@ -177,7 +178,7 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
         sampling = Sampling(temperature, self.config.data.max_response_length, self.stop_token_ids)
-        return run_trajectories(self.rollout, prompts, sampling)
+        return asyncio.run(roll_out(self.rollout, prompts, sampling, self.config.agent))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:

@@ -9,8 +9,8 @@ from torch import Tensor
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
 from rl_core.models.lora import save_adapters
-from rl_core.rollout.agent_loop import Trajectory, to_batch
 from rl_core.rollout.engine import RolloutEngine
+from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.training.engine import DTYPES, TrainEngine
 
 CANARY_TOKENS = 16
