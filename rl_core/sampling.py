@@ -34,7 +34,7 @@ class Sampler:
         most = self.config.algorithm.max_generated_batches
         if not most:
             batch = self._generate(step, 0, phase)
-            return steps.shaped(batch, self.config), staleness(batch, step)
+            return steps.shaped(batch, self.config), self._staleness(batch, step)
         size = self.config.data.train_batch_size * self.config.rollout.n
         useful: list[DataProto] = []
         flat: list[DataProto] = []
@@ -48,6 +48,7 @@ class Sampler:
             useful.append(batch[spread_B])
             flat.append(batch[~spread_B])
             made, found = made + 1, found + int(spread_B.sum())
+        self.rollout.sleep()
         if found < size and self.config.algorithm.when_too_few_groups == "stop":
             raise TrainingError(
                 f"step {step}: {made} generated batches gave {found // self.config.rollout.n} groups with different "
@@ -61,7 +62,7 @@ class Sampler:
             "sampling/generated_batches": float(made),
             "sampling/generated_score": score,
             "sampling/useful_share": min(found / size, 1.0),
-            **staleness(batch, step),
+            **self._staleness(batch, step),
         }
         return steps.shaped(batch, self.config), metrics
 
@@ -92,7 +93,9 @@ class Sampler:
                 + f"; the engine served {', '.join(map(str, served))}"
             )
 
-
-def staleness(batch: DataProto, step: int) -> Metrics:
-    """By how many steps the weights that sampled the step's tokens were behind."""
-    return spread("rollout/staleness", step - 1 - batch.batch["version"][batch.batch["response_mask"] > 0].float())
+    def _staleness(self, batch: DataProto, step: int) -> Metrics:
+        """By how many steps the weights that sampled the tokens were behind; nothing where they cannot be."""
+        if not self.config.max_staleness:
+            return {}
+        versions = batch.batch["version"][batch.batch["response_mask"] > 0]
+        return spread("rollout/staleness", (step - 1 - versions).float())
