@@ -15,6 +15,7 @@ from rl_core.errors import TrainingError
 from rl_core.metrics import Phases
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.worker import RewardResult, failure
+from rl_core.rollout.engine import Completion
 from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.sampling import Sampler
 from rl_core.upcoming import Upcoming
@@ -41,17 +42,11 @@ class Actor:
         for place, row in enumerate(rows["row"]):
             text = f"{row['extra_info']['index']:02d}" + (f"{place % N}" * (1 + place % N) if temperature else "9")
             answers.append(TOKENIZER.encode(text))
-        trajectories = [
-            Trajectory(
-                ids,
-                0,
-                response_ids=a,
-                response_mask=[1] * len(a),
-                log_probs=[-0.5] * len(a),
-                versions=[self.version] * len(a),
-            )
-            for ids, a in zip(rows["prompt_ids"], answers, strict=True)
-        ]
+        trajectories = []
+        for ids, a in zip(rows["prompt_ids"], answers, strict=True):
+            trajectory = Trajectory(list(ids), 0)
+            trajectory.take(Completion(list(ids), a, [-0.5] * len(a), [self.version] * len(a), "stop"))
+            trajectories.append(trajectory)
         batch = prompts.union(to_batch(trajectories, WIDTH))
         return SimpleNamespace(get=lambda: batch)
 
@@ -206,5 +201,5 @@ def test_responses_of_other_weights_are_refused() -> None:
     """The engine must serve the weights of the step before, no older and no newer ones."""
     assert len(sampler(Scorer(set()), Actor(version=4)).batch(5, Phases())[0]) == 2 * N
     for version in (3, 5):
-        with pytest.raises(TrainingError, match=f"step 5 needs .* version 4, the engine served .*{version}"):
+        with pytest.raises(TrainingError, match=f"step 5 needs .* version 4; the engine served {version}"):
             sampler(Scorer(set()), Actor(version=version)).batch(5, Phases())
