@@ -81,7 +81,7 @@ class CallPool:
         try:
             for _ in range(MAX_RESTARTS + 1):
                 pool = await self._live_pool()
-                with suppress(BrokenProcessPool, RuntimeError):  # it broke between looking and scheduling
+                with suppress(RuntimeError):  # the pool broke, before or after it took the call
                     future = pool.schedule(perform, args=(payload,), timeout=self._timeout_s)
                     return await self._reply(pool, future)
         finally:
@@ -107,6 +107,8 @@ class CallPool:
             return Reply("timeout", text=f"no answer within {self._timeout_s:g} s")
         except ProcessExpired as error:
             return Reply("error", text=f"its process died with exit code {error.exitcode}")
+        except Exception as error:  # whatever the object did to keep its reply from coming through
+            return Reply("error", text=f"its answer is lost ({type(error).__name__})")
 
     async def _live_pool(self) -> ProcessPool:
         async with self._lock:

@@ -63,11 +63,13 @@ class PoolTool:
         self._own = {method for method in METHODS if getattr(type(tool), method) is not getattr(Tool, method)}
         is_function = isinstance(tool, FunctionTool)
         self._state = pickle.dumps(tool if is_function else factory)
+        self._created = False
         self._turn = nullcontext() if is_function else asyncio.Lock()
 
     async def create(self) -> None:
         """Raises ToolFailure when the tool cannot be created."""
         await self._run("create", _create)
+        self._created = True
 
     async def call(self, arguments: dict[str, Any]) -> ToolOutcome:
         """How one call ends."""
@@ -83,8 +85,9 @@ class PoolTool:
         return float(await self._run("calc_reward", _calc_reward) or 0.0)
 
     async def release(self) -> None:
-        """Lets the tool go; raises ToolFailure when it fails."""
-        await self._run("release", _release)
+        """Lets go a tool that was created; raises ToolFailure when it fails."""
+        if self._created:
+            await self._run("release", _release)
 
     async def _run(self, method: Method, action: Any) -> Any:
         if method not in self._own:
@@ -196,7 +199,7 @@ def _known(name: str, names: list[str], where: str, fix: str) -> None:
         raise InputError(f"names among {', '.join(names)}", f"'{name}'", where, nearest(name, names) + fix)
 
 
-def _create(tool: Tool, kwargs: Kwargs) -> None:
+def _create(tool: Any, kwargs: Kwargs) -> None:
     finished(tool.create(**kwargs))
 
 
@@ -211,5 +214,5 @@ def _calc_reward(tool: Tool, kwargs: Kwargs) -> float:
     return checked_reward(finished(tool.calc_reward(**kwargs)))
 
 
-def _release(tool: Tool, kwargs: Kwargs) -> None:
+def _release(tool: Any, kwargs: Kwargs) -> None:
     finished(tool.release(**kwargs))
