@@ -1,6 +1,7 @@
 """Tools of MCP servers: one session a server, shared by all trajectories of a rollout engine."""
 
 import asyncio
+import logging
 import os
 import re
 import shlex
@@ -48,6 +49,8 @@ class McpServer:
             raise InputError("a URL or a command line", str(error), WHERE, "close the quotation") from None
         if not parts:
             raise InputError("a URL or a command line", "an empty text", WHERE, "leave it out")
+        for name in ("httpx2", "mcp"):  # their lines have whole URLs
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._parts = [os.path.expandvars(part) for part in parts]
         self._secrets = _secrets(parts, self._parts)
         self.label = _label(self._parts)
@@ -63,23 +66,21 @@ class McpServer:
             async with asyncio.timeout(CONNECT_S):
                 client = await self._live_client()
                 listed = await _all_tools(client)
-        except InputError:
-            raise
         except Exception as error:
             await self.close()
-            what = "did not list its tools"
-            raise TransientError(f"MCP server {self.label} {what} ({_reason(error)})") from None
+            raise self._unreachable(error) from None
         self.tools = {
             tool.name: function_schema(tool.name, tool.description or "", tool.input_schema) for tool in listed
         }
 
     async def close(self) -> None:
         """Ends the session and, where it was started by a command, the server."""
-        owner, self._owner, self._client = self._owner, None, None
+        owner, client, self._owner, self._client = self._owner, self._client, None, None
         if owner is None:
             return
-        self._stop.set()
-        await asyncio.wait({owner}, timeout=CLOSE_S)
+        if client is not None:  # one that still connects is not told but cancelled
+            self._stop.set()
+            await asyncio.wait({owner}, timeout=CLOSE_S)
         owner.cancel()
         await asyncio.wait({owner})
 
@@ -141,7 +142,7 @@ class McpServer:
                 await stop.wait()
         except Exception as error:
             if not ready.done():
-                ready.set_exception(self._unreachable(error))
+                ready.set_exception(error)
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[Client]:
@@ -156,10 +157,10 @@ class McpServer:
                 yield client
 
     def _unreachable(self, error: Exception) -> Exception:
-        if not self._is_url and isinstance(error, OSError):
+        if not self._is_url and isinstance(error, OSError) and not isinstance(error, TimeoutError):
             seen = f"'{self.label}' ({type(error).__name__})"
             return InputError("a command that can be started", seen, WHERE, "check the command and PATH")
-        return TransientError(f"MCP server {self.label} cannot be reached ({_reason(error)})")
+        return TransientError(f"MCP server {self.label} does not list its tools ({_reason(error)})")
 
 
 class McpTool:

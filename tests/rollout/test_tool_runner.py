@@ -10,8 +10,8 @@ import pytest
 
 from rl_core.config.schema import AgentConfig
 from rl_core.errors import InputError, TransientError
-from rl_core.rollout.toolbox import MAX_TEXT, ToolFailure, tools_of_row
 from rl_core.rollout.tool_runner import Toolbox, ToolOutcome, ToolRunner, tool_schemas
+from rl_core.rollout.toolbox import MAX_TEXT, ToolFailure, tools_of_row
 
 HERE = Path(__file__).parent
 
