@@ -1,5 +1,7 @@
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -192,10 +194,14 @@ def test_a_row_may_fix_an_argument_of_a_function() -> None:
     assert outcomes([("fixed", {"query": "q", "index": "web"})], config("fixed"), row)[0].text == "q in wiki"
 
 
-def test_a_tool_that_cannot_be_created_or_gives_no_reward_fails_its_trajectory() -> None:
+def test_a_tool_that_cannot_be_created_or_gives_no_reward_fails_its_trajectory(tmp_path: Path) -> None:
+    file = tmp_path / "released"
+
     async def work(runner: ToolRunner, toolbox: Toolbox) -> None:
         with pytest.raises(ToolFailure, match="create of tool 'diary': RuntimeError: cannot be created") as error:
-            await runner.open(row_with(diary={"create_kwargs": {"fail": True}}))
+            kwargs = {"create_kwargs": {"fail": True}, "release_kwargs": {"file": str(file)}}
+            await runner.open(row_with(diary=kwargs))
+        assert not file.exists()  # what was not created is not released
         assert error.value.status == "error" and "in create" in error.value.detail
         nan = await runner.open(row_with(diary={"calc_reward_kwargs": {"reward": float("nan")}}))
         with pytest.raises(ToolFailure, match="finite"):
@@ -283,6 +289,31 @@ def test_closing_ends_calls_and_all_that_they_started(tmp_path: Path) -> None:
 
     with_tools(config("misbehave", "nap", tool_timeout_s=600), work)
     assert gone(tmp_path / "pids")
+
+
+def test_processes_need_no_main_module_and_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    told = tmp_path / "pids"
+    program.write_text(
+        f"import sys; sys.path[:0] = {[str(HERE.parent.parent), str(HERE)]}\n"
+        "import asyncio, os, signal\n"
+        "from pathlib import Path\n"
+        "from rl_core.rollout.tool_runner import AgentConfig, ToolRunner\n"
+        "print('main is imported', flush=True)\n"
+        "async def main():\n"
+        "    runner = ToolRunner(AgentConfig(tools=('tools_for_tests:misbehave',)))\n"
+        "    await runner.start()\n"
+        "    toolbox = await runner.open({})\n"
+        f"    call = asyncio.create_task(toolbox.call('misbehave', {{'how': 'child {told}'}}))\n"
+        f"    while not (Path({str(told)!r}).exists() and Path({str(told)!r}).read_text()):\n"
+        "        await asyncio.sleep(0.02)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -9 and done.stdout == "main is imported\n"
+    assert gone(told)
 
 
 async def told(file: Path) -> None:
