@@ -18,6 +18,8 @@ from rl_core.rollout.tools.resolve import nearest
 
 MAX_TEXT = 1_000_000
 """Characters of one answer; a longer one is cut in the middle."""
+MAX_DEPTH = 50
+"""Objects and lists inside each other in the arguments of a call."""
 Method = Literal["create", "execute", "calc_reward", "release"]
 METHODS: tuple[Method, ...] = ("create", "execute", "calc_reward", "release")
 Kwargs = dict[str, Any]
@@ -130,9 +132,11 @@ class Toolbox:
         if name not in self._tools:
             known = f"the tools are {', '.join(self._tools)}" if self._tools else "there are no tools"
             return ToolOutcome(f"Error: there is no tool {writable(name[:100])!r}; {known}", "unknown_tool", 0.0)
-        if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
-            return ToolOutcome("Error: the arguments must be a JSON object", "bad_arguments", 0.0)
-        return await self._tools[name].call(arguments)
+        try:
+            plain = _plain(arguments)
+        except (TypeError, ValueError) as error:
+            return ToolOutcome(f"Error: {error}", "bad_arguments", 0.0)
+        return await self._tools[name].call(plain)
 
     async def calc_rewards(self) -> dict[str, float]:
         """The rewards of the tools after the last turn, 0 for those that give none; raises ToolFailure."""
@@ -183,6 +187,21 @@ def as_text(answer: Any) -> str:
         half = MAX_TEXT // 2
         answer = f"{answer[:half]}\n[{len(answer) - 2 * half} characters left out]\n{answer[-half:]}"
     return writable(answer)
+
+
+def _plain(arguments: Any) -> dict[str, Any]:
+    """Arguments that any process or server can be sent; raises ValueError when they are no such JSON object."""
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments must be a JSON object")
+    if _is_deeper(arguments, MAX_DEPTH):
+        raise ValueError(f"the arguments are nested deeper than {MAX_DEPTH}")
+    plain: dict[str, Any] = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
+    return plain
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return levels < 0 or any(_is_deeper(part, levels - 1) for part in inner)
 
 
 async def _together(calls: Any) -> list[Any]:

@@ -232,6 +232,16 @@ def test_a_huge_answer_is_cut_in_the_middle() -> None:
     assert len(outcome.text) < MAX_TEXT + 100 and "[2000000 characters left out]" in outcome.text
 
 
+def test_arguments_that_cannot_be_sent_are_refused_or_made_writable() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(600):
+        deep = {"x": deep}
+    calls = [("written", deep), ("written", {"x": [[1]], "y": "\ud800"}), ("written", None), ("written", {"x": {1}})]
+    found = outcomes(calls, config("Written"))
+    assert [outcome.status for outcome in found] == ["bad_arguments", "ok", "bad_arguments", "bad_arguments"]
+    assert "nested deeper than 50" in found[0].text and found[1].text == "got {'x': [[1]], 'y': '?'}"
+
+
 def test_asynchronous_functions_are_tools_too_and_written_schemas_are_taken_as_they_are() -> None:
     calls = [("wait_a_little", {"seconds": 0.01}), ("written", {"x": [1]})]
     assert [o.text for o in outcomes(calls, config("wait_a_little", "Written"))] == ["waited", "got {'x': [1]}"]

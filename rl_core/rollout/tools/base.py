@@ -62,9 +62,8 @@ class Tool:
         """The arguments as `execute` wants them; raises BadArguments naming those that do not fit."""
         if self.arguments is None:
             return arguments
-        text = json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace")
         try:
-            parsed = self.arguments.model_validate_json(text, strict=True, extra="forbid")
+            parsed = self.arguments.model_validate_json(json.dumps(arguments), strict=True, extra="forbid")
         except ValidationError as error:
             raise BadArguments(_problems(error)) from None
         fields = type(parsed).model_fields
