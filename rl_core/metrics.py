@@ -73,11 +73,10 @@ def batch_metrics(batch: DataProto) -> Metrics:
         **spread("prompt_length", tensors["prompt_length"].float()),
         "response_length/truncated_share": float((stop == "length").mean()),
         **spread("advantage", tensors["advantages"][mask_BR > 0]),
-        **{
-            f"kl/{name}": value
-            for name, value in mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask_BR).items()
-        },
     }
+    if "rollout_log_probs" in tensors:
+        mismatch = mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask_BR)
+        metrics |= {f"kl/{name}": value for name, value in mismatch.items()}
     for name, column in tensors.items():
         if name.startswith("reward_named/"):
             metrics |= spread(name, column[scored_B])

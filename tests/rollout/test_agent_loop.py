@@ -49,9 +49,11 @@ class Echo:
         trajectory.reward += 0.5
         return self.tokens
 
-    async def close(self, trajectory: Trajectory) -> None:
-        self.closed += 1
+    async def finish(self, trajectory: Trajectory) -> None:
         trajectory.reward += 1.0
+
+    async def release(self) -> None:
+        self.closed += 1
 
 
 class Broken(Echo):
