@@ -101,7 +101,6 @@ class ChatTemplate:
                 message = {"role": role, "content": f"sentinel{role}{number}"}
                 talk.append(message)
                 longer = self._render(talk, role, starts_turn=True)
-                self._require_start(text, longer, role)
                 self._require(message["content"] in longer, f"{message['content']!r} is left out", role)
                 before = text[: text.rindex(ANSWER) + len(ANSWER)]
                 self._require_start(before + self._suffix([message]), longer, role)

@@ -241,8 +241,6 @@ def _until(text: str, start: int, token: str) -> tuple[str, int]:
 def _convert(key: str, text: str, schema: dict[str, Any]) -> Any:
     """The value of a parameter that is written as bare text; without a declared type it is text, list or object."""
     types = _declared(schema) or {"string", "object", "array"}
-    if types == {"string"}:
-        return text
     word = text.strip().lower()
     try:
         value = _WORDS[word] if word in _WORDS else _whole_json(text)

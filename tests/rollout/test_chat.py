@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import InputError
@@ -31,7 +31,7 @@ HEADERS = (
     "<|begin|>{%- for m in messages -%}<|im_start|>{{ m.role }}<|head|>\n\n{{ m.content | trim }}<|eot|>{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|im_start|>assistant<|head|>\n\n{% endif -%}"
 )
-# The reasoning of turns before the last user message is dropped.
+# The reasoning of turns before the last user message is dropped; a last turn without any gets an empty one.
 THINKING = (
     TOOLS
     + "{%- set last = messages | selectattr('role', 'equalto', 'user') | list | last -%}"
@@ -39,7 +39,8 @@ THINKING = (
     + "{%- for m in messages -%}{%- if m == last -%}{%- set ns.old = false -%}{%- endif -%}"
     + "{%- set answer = m.content.split('</think>')[-1] | trim -%}"
     + "{%- set text = answer if ns.old and m.role == 'assistant' else m.content -%}"
-    + "<|im_start|>{{ m.role }}\n{{ text }}<|im_end|>\n{% endfor -%}"
+    + "{%- set empty = loop.last and m.role == 'assistant' and '</think>' not in m.content -%}"
+    + "<|im_start|>{{ m.role }}\n{{ '<think>\n\n</think>\n\n' if empty }}{{ text }}<|im_end|>\n{% endfor -%}"
     + STARTS
 )
 TEMPLATES = {"chatml": CHATML, "grouped": GROUPED, "headers": HEADERS, "thinking": THINKING}
@@ -54,6 +55,9 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
+    tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[begin])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIAL)
     fast.chat_template, fast.name_or_path = template, "models/some"
     return fast
@@ -108,9 +112,9 @@ def test_the_new_line_after_the_stop_token_is_appended() -> None:
 
 @pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>\n"), ("headers", "<|eot|>"), ("tiny", "<|end|>")])
 def test_a_turn_that_ended_in_another_token_is_closed_first(name: str, end: str) -> None:
-    tokenizer, message = TOKENIZERS[name], [{"role": "user", "content": "4"}]
-    own = tokenizer.convert_tokens_to_ids(end.strip())
-    other = tokenizer.convert_tokens_to_ids("<pad>" if name == "tiny" else "<|endoftext|>")
+    tokenizer, foreign = TOKENIZERS[name], "<pad>" if name == "tiny" else "<|endoftext|>"
+    own, other = tokenizer.convert_tokens_to_ids([end.strip(), foreign])
+    message = [{"role": "user", "content": f"what is {foreign}?"}]
     assert CHATS[name].appended_ids(message, other) == [own, *CHATS[name].appended_ids(message, own)]
     assert ids_of(name, end) == CHATS[name].appended_ids(message, other)[: len(ids_of(name, end))]
 
@@ -119,6 +123,13 @@ def test_a_template_without_a_stop_token_is_appended_as_it_is() -> None:
     plain = byte_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     ids = ChatTemplate(plain, [], {"user"}, [2]).appended_ids([{"role": "user", "content": "<|im_end|>"}], 2)
     assert plain.decode(ids) == "\nuser: <|im_end|>\n"
+
+
+def test_the_template_sees_the_tools() -> None:
+    tokenizer = byte_tokenizer(CHATML + "{{ raise_exception('which tools?') if not tools }}")
+    ChatTemplate(tokenizer, [ADD], {"tool"}, stop_ids(tokenizer))
+    with pytest.raises(InputError, match="which tools?"):
+        ChatTemplate(tokenizer, [], {"tool"}, stop_ids(tokenizer))
 
 
 def test_what_a_template_writes_before_the_question_may_change_later() -> None:
@@ -141,6 +152,7 @@ def test_what_a_template_writes_before_the_question_may_change_later() -> None:
         (CHATML.replace("m.content | trim", "m.content.split('</think>')[-1]"), {"user"},
          ["role assistant", "'sentinelreasoning' is left out"]),
         ("{{ messages | length }} messages\n" + CHATML, {"user"}, ["role user", "from '2 messages", "to '3 messages"]),
+        (CHATML + "{{ 'Now: ' if add_generation_prompt }}", {"user"}, ["role user", "assistant\\nNow: '"]),
         # One round is append-only, a second is not.
         (CHATML.replace("m.content | trim", "(m.content if loop.revindex < 4 or m.role == 'user' else '') | trim"),
          {"user"}, ["role user", "text before it changes"]),
@@ -180,3 +192,12 @@ def test_a_cut_text_keeps_its_beginning_and_end_and_says_how_much_is_gone() -> N
     assert short == "a" * 12 + "\n[… 76 tokens cut …]\n" + "b" * 12
     assert CHATS["tiny"].cut("a" * 100, 10) == "a" * 10
     assert CHATS["chatml"].cut("é" * 10, 20) == "é" * 10
+
+
+def test_a_cut_text_fits_where_the_middle_of_a_word_has_other_tokens_than_its_beginning() -> None:
+    vocab = {"[UNK]": 0, "a": 1, "##aaaa": 2, "##a": 3}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=1000))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML)
+    short = ChatTemplate(words, [], set(), []).cut("a" * 401, 20)
+    assert len(words(short)["input_ids"]) == 20 and short.startswith("aaaa") and short.endswith("\n" + "a" * 24)

@@ -187,11 +187,24 @@ def test_a_broken_call_says_what_is_wrong(form: str, text: str, says: str) -> No
         ("mistral", "[TOOL_CALLS]x{[TOOL_CALLS]add{\"a\": 1}"),
         ("mistral", '[TOOL_CALLS][1, {"name": "add", "arguments": {"a": 1}}]'),
         ("pythonic", "[add(2), add(a=1)]"),
+        ("pythonic", "[2, add(a=1)]"),
     ],
 )  # fmt: skip
 def test_a_broken_call_does_not_hide_the_next(form: str, text: str) -> None:
     _, (broken, call) = parse(form, text)
     assert broken.error and call == ToolCall("add", {"a": 1})
+
+
+def test_text_after_a_broken_call_is_kept() -> None:
+    assert parse("hermes", "a <tool_call>{</tool_call> b")[0] == "a  b"
+
+
+def test_after_a_call_and_a_semicolon_there_is_a_call_or_nothing() -> None:
+    call = llama3(("add", {"a": 1}))
+    assert parse("llama3", call + " ; ") == ("", [ToolCall("add", {"a": 1})])
+    for more in '{"x": 1}', "thanks":
+        text, (first, broken) = parse("llama3", f"{call}; {more}")
+        assert text == "" and first == ToolCall("add", {"a": 1}) and broken.error
 
 
 @pytest.mark.parametrize(
@@ -214,8 +227,8 @@ def test_mistral_calls_may_have_an_id() -> None:
 
 
 def test_pythonic_arguments_may_be_json_words_and_tuples() -> None:
-    _, (call,) = parse("pythonic", r"[shop.find(a=true, b=None, c=null, d=(1, -2.5), e='\d')]")
-    assert call == ToolCall("shop.find", {"a": True, "b": None, "c": None, "d": [1, -2.5], "e": r"\d"})
+    _, (call,) = parse("pythonic", r"[shop.all.find(a=true, b=None, c=null, d=(1, -2.5), e='\d')]")
+    assert call == ToolCall("shop.all.find", {"a": True, "b": None, "c": None, "d": [1, -2.5], "e": r"\d"})
 
 
 @given(st.sampled_from(WRITERS), CALLS)
