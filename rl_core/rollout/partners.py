@@ -6,13 +6,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_core.config.schema import RunConfig
+from rl_core.config.schema import AgentConfig, RunConfig
 from rl_core.data.dataset import encode_prompt
 from rl_core.models.load import load_tokenizer, stop_tokens
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.environment import EnvironmentOutcome, EnvironmentSession
 from rl_core.rollout.parsers import PARSERS, ToolCall
-from rl_core.rollout.tool_runner import Toolbox, ToolFailure, ToolOutcome, ToolRunner, tool_schemas
+from rl_core.rollout.tool_runner import Toolbox, ToolFailure, ToolOutcome, ToolRunner
 from rl_core.rollout.trajectory import Trajectory, TrajectoryState
 
 Message = dict[str, Any]
@@ -22,20 +22,20 @@ class ToolPartners:
     """Tools and environment of one rollout engine; makes the partner of each conversation."""
 
     def __init__(self, config: RunConfig, source: Path) -> None:
-        """Raises InputError when a tool does not exist or the chat template cannot take what will be appended."""
+        """Raises InputError when a tool does not exist."""
         self.agent, self.max_prompt_length = config.agent, config.data.max_prompt_length
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source)
+        self.stop_token_ids = stop_tokens(source)
         self.runner = ToolRunner(config.agent)
         self.parse = PARSERS[config.agent.parser]
-        schemas = tool_schemas(config.agent)
-        kinds = {"tool"} if schemas else set()
-        if config.agent.environment:
-            kinds.add("user")
-        self.chat = ChatTemplate(self.tokenizer, schemas, kinds, stop_tokens(source))
 
     async def start(self) -> None:
-        """Starts the processes and sessions that the partners share."""
+        """Starts the processes and sessions that the partners share.
+
+        Raises InputError when the chat template cannot take what will be appended.
+        """
         await self.runner.start()
+        self.chat = chat_template(self.tokenizer, self.runner.schemas, self.agent, self.stop_token_ids)
 
     async def meet(self, trajectory: Trajectory) -> "ToolPartner":
         """The partner of a trajectory; an environment may add to its prompt."""
@@ -46,6 +46,17 @@ class ToolPartners:
             await partner.release()
             raise
         return partner
+
+
+def chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    schemas: list[dict[str, Any]],
+    agent: AgentConfig,
+    stop_token_ids: tuple[int, ...],
+) -> ChatTemplate:
+    """The tokenizer's template as it is used to append what answers a turn; InputError when it cannot be."""
+    kinds = {"tool"} if schemas else set()
+    return ChatTemplate(tokenizer, schemas, kinds | ({"user"} if agent.environment else set()), stop_token_ids)
 
 
 class ToolPartner:
