@@ -51,7 +51,7 @@ def _scores(
     chosen = [rows[i] for i in range(len(rows))]
     prompts = DataProto.from_dict({}, {"prompt_ids": [row["prompt_ids"] for row in chosen], "row": chosen}).repeat(n)
     seeds = response_seeds([config.trainer.seed, 0, 0], len(prompts))
-    batch = roles.actor.generate_sequences(prompts.union(DataProto.from_dict({}, {"seed": seeds})), temperature)
+    batch = roles.rollout.generate_sequences(prompts.union(DataProto.from_dict({}, {"seed": seeds})), temperature)
     texts = response_texts(batch, tokenizer)
     results = rewards.score(texts, list(batch.non_tensor_batch["row"]))
     failed = [result for result in results if result.score is None]
