@@ -12,7 +12,7 @@ from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import DataProto
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError
-from rl_core.rollout.agent_loop import Trajectory, to_batch
+from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.storage import Store
 
 FOLDER = "warm_start"

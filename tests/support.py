@@ -1,5 +1,6 @@
 """Parts that tests of several folders are put together from; also imported by the processes that tests start."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -18,13 +19,23 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from rl_core.config.schema import ActorConfig, EngineConfig, LoraConfig, OptimConfig, RunConfig, TinyModelConfig
+from rl_core.config.schema import (
+    ActorConfig,
+    AgentConfig,
+    EngineConfig,
+    LoraConfig,
+    OptimConfig,
+    RunConfig,
+    TinyModelConfig,
+)
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm
 from rl_core.models.lora import add_adapters
 from rl_core.models.tiny import build_tokenizer, save_tiny_model, tiny_config
 from rl_core.models.weights import load_weights
-from rl_core.rollout.agent_loop import Trajectory, to_batch
+from rl_core.rollout.agent_loop import roll_out
+from rl_core.rollout.engine import Completion, RolloutEngine, Sampling
+from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.storage import Store
 from rl_core.training.checkpoint import save_engine
 from rl_core.training.engine import TrainEngine
@@ -180,6 +191,21 @@ def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
 def save(engine: TrainEngine, store: Store, folder: str) -> None:
     """Writes the engine's state into `folder` of the store and waits for it; all ranks take part."""
     save_engine(engine, store, folder, dist.new_group(backend="gloo")).result()
+
+
+def complete(engine: RolloutEngine, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
+    """One turn a prompt, all decoded together."""
+
+    async def all_of_them() -> list[Completion]:
+        turns = [engine.generate(ids, seed, sampling) for ids, seed in zip(prompts, seeds, strict=True)]
+        return await asyncio.gather(*turns)
+
+    return asyncio.run(all_of_them())
+
+
+def single_turns(engine: RolloutEngine, prompts: DataProto, sampling: Sampling) -> DataProto:
+    """The rows with a response of one turn each."""
+    return asyncio.run(roll_out(engine, prompts, sampling, AgentConfig()))
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor], prefix: str = "") -> float:

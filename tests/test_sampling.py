@@ -15,7 +15,7 @@ from rl_core.errors import TrainingError
 from rl_core.metrics import Phases
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.worker import RewardResult, failure
-from rl_core.rollout.agent_loop import Trajectory, to_batch
+from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.sampling import Sampler
 
 TOKENIZER = build_tokenizer()

@@ -18,7 +18,7 @@ from rl_core.data.rows import make_row
 from rl_core.errors import InputError, TransientError
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.worker import RewardResult, failure
-from rl_core.rollout.agent_loop import Trajectory, to_batch
+from rl_core.rollout.trajectory import Trajectory, to_batch
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.eos_token_id

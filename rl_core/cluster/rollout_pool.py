@@ -8,6 +8,7 @@ from typing import Any
 from rl_core.cluster.calls import Call, finish_together, first_settled
 from rl_core.cluster.placement import Placement
 from rl_core.cluster.resources import worker_env
+from rl_core.cluster.rollout_worker import RolloutWorker
 from rl_core.cluster.worker_group import AsyncHost, RayWorkerGroup
 from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
@@ -26,8 +27,6 @@ class Engine:
 
     def __init__(self, placement: Placement, config: RunConfig, number: int, life: int, deadline: float) -> None:
         """Starts the processes; `life` counts how often this engine of the pool was started."""
-        from rl_core.cluster.rollout_worker import RolloutWorker
-
         size = config.rollout.tensor_parallel_size
         self.number, self.life, self.lost, self.deadline = number, life, False, config.trainer.call_timeout_s
         self.group = RayWorkerGroup(

@@ -3,17 +3,19 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker
+from rl_core.cluster.worker import Worker, sampling_of
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import stop_tokens
-from rl_core.rollout.agent_loop import rollout_batch
-from rl_core.rollout.engine import Sampling
+from rl_core.rollout.agent_loop import roll_out
 from rl_core.rollout.transfer import NcclBroadcast, unpack
-from rl_core.rollout.vllm import VLLMEngine
+
+if TYPE_CHECKING:
+    from rl_core.rollout.vllm import VLLMEngine
 
 
 class RolloutWorker(Worker):
@@ -22,7 +24,7 @@ class RolloutWorker(Worker):
     Rank 0 answers; the others take the same steps.
     """
 
-    engine: VLLMEngine
+    engine: "VLLMEngine"
     link: NcclBroadcast | None = None
 
     @register(Dispatch.ONE_TO_ALL)
@@ -31,20 +33,22 @@ class RolloutWorker(Worker):
         config = self.config
         self.stop_token_ids = stop_tokens(Path(path))
         if "engine" not in self.__dict__:
+            from rl_core.rollout.vllm import VLLMEngine
+
             self.engine = VLLMEngine(Path(path), config.rollout, config.model.dtype, config.max_length, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     async def serve(self) -> None:
         """Lasts as long as the process does: ranks other than the first follow its steps."""
-        if int(os.environ["RANK"]) > 0:
+        while self.engine.follows:
             await self.engine.follow()
         await asyncio.Event().wait()
 
     @register(Dispatch.RANK_ZERO)
     async def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
-        sampling = Sampling(temperature, self.config.data.max_response_length, self.stop_token_ids)
-        return await rollout_batch(self.engine, prompts, sampling)
+        sampling = sampling_of(self.config, temperature, self.stop_token_ids)
+        return await roll_out(self.engine, prompts, sampling, self.config.agent)
 
     @register(Dispatch.RANK_ZERO)
     def pause(self) -> None:
@@ -55,11 +59,6 @@ class RolloutWorker(Worker):
     def resume(self) -> None:
         """Goes on decoding with the weights that are there now."""
         self.engine.resume()
-
-    @register(Dispatch.RANK_ZERO)
-    def abort(self) -> None:
-        """Ends all requests with what they have."""
-        self.engine.abort()
 
     @register(Dispatch.ONE_TO_ALL)
     def link_trainer(self, host: str, port: int, first: int, world_size: int) -> None:

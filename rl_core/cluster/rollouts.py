@@ -41,7 +41,7 @@ class Rollouts(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives what memory the engines share with the actor to training; weights are pushed before the next rollout."""
+        """Gives memory that the engines share with the actor to training, until the next push."""
         ...
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from rl_core.config.schema import RunConfig
+from rl_core.rollout.engine import Sampling
 
 
 class Worker:
@@ -40,3 +41,16 @@ class Worker:
         # What lies in the machine's memory is exchanged over gloo also where the device has NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def sampling_of(config: RunConfig, temperature: float, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How a run's rollouts are drawn."""
+    rollout = config.rollout
+    return Sampling(
+        temperature,
+        config.data.max_response_length,
+        stop_token_ids,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.log_probs,
+    )

@@ -4,6 +4,7 @@ One process a device. `init_model` may be called again: it starts over from anot
 rollout engine, which gets the new weights pushed.
 """
 
+import asyncio
 import gc
 import socket
 import statistics
@@ -18,15 +19,15 @@ import torch.distributed as dist
 
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker
+from rl_core.cluster.worker import Worker, sampling_of
 from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.metrics import Metrics
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
 from rl_core.models.lora import adapters_off, add_adapters
-from rl_core.rollout.agent_loop import run_trajectories
+from rl_core.rollout.agent_loop import roll_out
 from rl_core.rollout.canary import Canary, canary_of
-from rl_core.rollout.engine import RolloutEngine, Sampling
+from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.sharding_manager import ShardingManager
 from rl_core.rollout.transfer import NcclBroadcast, buckets
 from rl_core.storage import Store
@@ -94,8 +95,8 @@ class TrainingWorker(Worker):
 
 
 class ActorRolloutRefWorker(TrainingWorker):
-    """The policy in training, its reference and, unless rollouts have places of their own, the rollout engine that serves
-    it, on one device."""
+    """The policy in training and its reference on one device, with the rollout engine unless that has places of its
+    own."""
 
     actor: TrainEngine
     reference: TrainEngine
@@ -199,8 +200,8 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
-        sampling = Sampling(temperature, self.config.data.max_response_length, self.stop_token_ids)
-        return run_trajectories(self.rollout, prompts, sampling)
+        sampling = sampling_of(self.config, temperature, self.stop_token_ids)
+        return asyncio.run(roll_out(self.rollout, prompts, sampling, self.config.agent))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:

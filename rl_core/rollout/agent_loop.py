@@ -1,88 +1,116 @@
-"""The life of a trajectory: PENDING → RUNNING → COMPLETED or FAILED, over a rollout engine.
+"""The life of a trajectory over a rollout engine: PENDING → RUNNING ⇄ TOOL_CALLING → COMPLETED or FAILED.
 
-A single turn needs one call of the engine for a whole batch of trajectories.
+One asyncio task a trajectory; whatever is asked of the engine at the same time is decoded together. A single turn is
+a conversation without anyone who answers.
 """
 
-from dataclasses import dataclass, field
-from enum import Enum
+import asyncio
+from dataclasses import replace
+from typing import Any, Protocol
 
-import numpy as np
-import torch
-
+from rl_core.config.schema import AgentConfig
 from rl_core.data.protocol import DataProto
-from rl_core.rollout.engine import Completion, RolloutEngine, Sampling
+from rl_core.rollout.engine import RolloutEngine, Sampling
+from rl_core.rollout.trajectory import Trajectory, TrajectoryState, to_batch
+
+Message = dict[str, Any]
 
 
-class TrajectoryState(Enum):
-    """Where a trajectory is in its life."""
+class Partner(Protocol):
+    """Who answers the policy's turns in one conversation."""
 
-    PENDING = "pending"
-    RUNNING = "running"
-    COMPLETED = "completed"
-    FAILED = "failed"
+    async def answer(self, trajectory: Trajectory) -> list[int] | None:
+        """The tokens that follow the last turn, up to the start of the next one; None when the conversation is over.
 
+        Notes calls, rewards and failures in the trajectory.
+        """
+        ...
 
-@dataclass
-class Trajectory:
-    """One conversation of the policy: its tokens and which of them the policy sampled."""
-
-    prompt_ids: list[int]
-    seed: int
-    state: TrajectoryState = TrajectoryState.PENDING
-    response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    stop_reason: str = ""
-    version: int = -1
-
-    def take(self, completion: Completion) -> None:
-        """Adds a sampled turn."""
-        self.response_ids += completion.token_ids
-        self.response_mask += [1] * len(completion.token_ids)
-        self.log_probs += completion.log_probs
-        self.stop_reason, self.version = completion.stop_reason, completion.version
-        self.state = TrajectoryState.COMPLETED if completion.token_ids else TrajectoryState.FAILED
+    async def close(self, trajectory: Trajectory) -> None:
+        """Adds the last rewards and lets go of what the conversation held."""
+        ...
 
 
-def run_trajectories(engine: RolloutEngine, prompts: DataProto, sampling: Sampling) -> DataProto:
-    """Responses to the rows' `prompt_ids` with the rows' `seed`, as the padded view of a batch.
+class Partners(Protocol):
+    """Makes the partner of each conversation."""
 
-    Adds `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, R], `prompt_length`,
-    `response_length`, `version` [B], and `stop_reason`, `status` per row.
+    async def meet(self, trajectory: Trajectory) -> Partner:
+        """The partner of a trajectory, which may add to its prompt."""
+        ...
+
+
+async def roll_out(
+    engine: RolloutEngine,
+    prompts: DataProto,
+    sampling: Sampling,
+    config: AgentConfig,
+    partners: Partners | None = None,
+) -> DataProto:
+    """Conversations on the rows' `prompt_ids` with the rows' `seed`, joined to the rows as `to_batch` describes.
+
+    `sampling.max_tokens` is the room for a whole response, which is all turns and all answers to them.
     """
     rows = prompts.non_tensor_batch
+    given = rows.get("row", [{}] * len(prompts))
     trajectories = [
-        Trajectory(list(ids), int(seed)) for ids, seed in zip(rows["prompt_ids"], rows["seed"], strict=True)
+        Trajectory(list(ids), int(seed), row)
+        for ids, seed, row in zip(rows["prompt_ids"], rows["seed"], given, strict=True)
     ]
-    for trajectory in trajectories:
-        trajectory.state = TrajectoryState.RUNNING
-    completions = engine.generate([t.prompt_ids for t in trajectories], [t.seed for t in trajectories], sampling)
-    for trajectory, completion in zip(trajectories, completions, strict=True):
-        trajectory.take(completion)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for trajectory in trajectories:
+                group.create_task(live(trajectory, engine, sampling, config, partners))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # its kind decides about a retry
     return prompts.union(to_batch(trajectories, sampling.max_tokens))
 
 
-def to_batch(trajectories: list[Trajectory], width: int) -> DataProto:
-    """The padded view of trajectories; responses are padded to `width` tokens."""
-    longest = max(len(t.prompt_ids) for t in trajectories)
+async def live(
+    trajectory: Trajectory,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    config: AgentConfig,
+    partners: Partners | None,
+) -> None:
+    """Leads one trajectory from PENDING to its end."""
+    partner = None
+    try:
+        async with asyncio.timeout(config.timeout_s):
+            partner = await partners.meet(trajectory) if partners else None
+            await _converse(trajectory, engine, sampling, config, partner)
+            if partner:
+                await partner.close(trajectory)
+                partner = None
+    except TimeoutError:
+        trajectory.fail("timeout", f"no end within agent.timeout_s={config.timeout_s:g} s")
+    finally:
+        if partner:
+            await partner.close(trajectory)
 
-    def padded(sequences: list[list], columns: int, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.zeros(len(sequences), columns, dtype=dtype)
-        for row, sequence in zip(out, sequences, strict=True):
-            row[: len(sequence)] = torch.tensor(sequence, dtype=dtype)
-        return out
 
-    batch = {
-        "prompts": padded([t.prompt_ids for t in trajectories], longest, torch.long),
-        "responses": padded([t.response_ids for t in trajectories], width, torch.long),
-        "response_mask": padded([t.response_mask for t in trajectories], width, torch.float32),
-        "rollout_log_probs": padded([t.log_probs for t in trajectories], width, torch.float32),
-        "prompt_length": torch.tensor([len(t.prompt_ids) for t in trajectories]),
-        "response_length": torch.tensor([len(t.response_ids) for t in trajectories]),
-        "version": torch.tensor([t.version for t in trajectories]),
-    }
-    texts = {
-        "stop_reason": np.array([t.stop_reason for t in trajectories], dtype=object),
-        "status": np.array([t.state.value for t in trajectories], dtype=object),
-    }
-    return DataProto(batch, texts, {})
+async def _converse(
+    trajectory: Trajectory, engine: RolloutEngine, sampling: Sampling, config: AgentConfig, partner: Partner | None
+) -> None:
+    while trajectory.state is not TrajectoryState.FAILED:
+        trajectory.state = TrajectoryState.RUNNING
+        room = sampling.max_tokens - len(trajectory.response_ids)
+        seed = (trajectory.seed + trajectory.turns) % 2**32
+        ids = trajectory.prompt_ids + trajectory.response_ids
+        trajectory.take(await engine.generate(ids, seed, replace(sampling, max_tokens=room)))
+        if not trajectory.response_mask[trajectory.answer_start :]:
+            trajectory.fail("empty", "the rollout engine sampled no token")
+            break
+        answer = None
+        if partner and trajectory.stop_reason == "stop":
+            answer = await partner.answer(trajectory)
+        if answer is None:
+            break
+        if trajectory.turns == config.max_turns:
+            trajectory.stop_reason = "max_turns"
+            break
+        if len(answer) >= room - (len(trajectory.response_ids) - trajectory.answer_start):
+            trajectory.stop_reason = "length"
+            break
+        trajectory.append(answer)
+    if trajectory.state is not TrajectoryState.FAILED:
+        trajectory.state = TrajectoryState.COMPLETED

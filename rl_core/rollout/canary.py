@@ -6,7 +6,7 @@ import torch
 
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
-from rl_core.rollout.agent_loop import Trajectory, to_batch
+from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.training.engine import TrainEngine
 
 CANARY_TOKENS = 16

@@ -31,13 +31,16 @@ class Completion:
     """Of each token, after temperature, top-p and top-k; empty where they were not asked for."""
     versions: list[int]
     """Version of the weights that sampled each token."""
-    stop_reason: Literal["stop", "length", "abort"]
+    stop_reason: Literal["stop", "length"]
 
 
 class RolloutEngine(Protocol):
     """A live engine that serves one version of the policy's weights at a time."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Version of the weights that are served."""
+        ...
 
     async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
         """One turn after the given tokens; the same seed gives the same turn whatever else is in the batch.
@@ -56,10 +59,6 @@ class RolloutEngine(Protocol):
 
     def resume(self) -> None:
         """Goes on decoding, with the weights that are there now; what was read under earlier weights is read again."""
-        ...
-
-    def abort(self) -> None:
-        """Ends all requests with what they have; their stop reason is `abort`."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -1,18 +1,24 @@
 """vLLM in this process as the rollout engine, on CPUs and on CUDA devices."""
 
+import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from vllm import LLM, RequestOutput, SamplingParams
-from vllm.inputs import TokensPrompt
+from vllm import LLM, SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.sampling_params import RequestOutputKind
 
 from rl_core.config.schema import RolloutConfig
+from rl_core.errors import TrainingError
+from rl_core.models.weights import WeightFiles
 from rl_core.rollout.engine import Completion, Sampling
+from rl_core.rollout.requests import Requests
 
 GIB = 1024**3
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM reserves memory
@@ -31,7 +37,6 @@ class VLLMEngine:
         adapter_rank: int = 0,
     ) -> None:
         """`adapter_rank` is that of the adapters that will be pushed; 0 when there are none."""
-        self.version = -1
         self._on_gpu = device.type == "cuda"
         self._adapter: LoRARequest | None = None
         self._adapter_numbers = itertools.count(1)
@@ -60,6 +65,7 @@ class VLLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(8192, max_length),
             distributed_executor_backend="external_launcher",
+            tensor_parallel_size=config.tensor_parallel_size,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
@@ -68,52 +74,89 @@ class VLLMEngine:
             **memory,
         )
         core: Any = self._llm.llm_engine.engine_core
-        self._model_runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._parameters = {_plain(name) for name, _ in self._runner.get_model().named_parameters()}
+        self._stored = set(WeightFiles(model).file_of)
+        self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size)
 
-    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
-        """One response a prompt, all prompts in one batch."""
-        params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,  # only the stop tokens that are named here end a response
-                seed=seed,
-                logprobs=0,
-                detokenize=False,
-            )
-            for seed in seeds
-        ]
-        outputs = self._outputs(prompts, params)
-        completions = []
-        for output in outputs:
-            (choice,) = output.outputs
-            ids = list(choice.token_ids)
-            log_probs = _of_tokens(choice.logprobs, ids)
-            completions.append(
-                Completion(ids, log_probs, "stop" if choice.finish_reason == "stop" else "length", self.version)
-            )
-        return completions
+    async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
+        """One turn after the given tokens."""
+        request = await self._requests.run(token_ids, sampling_params(seed, sampling), self._adapter)
+        (choice,) = request.output.outputs
+        ids = list(choice.token_ids)
+        return Completion(
+            prompt_ids=request.output.prompt_token_ids,
+            token_ids=ids,
+            log_probs=_of_tokens(choice.logprobs, ids) if sampling.log_probs else [],
+            versions=request.versions,
+            stop_reason="stop" if choice.finish_reason == "stop" else "length",
+        )
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
-        """Log-probs at temperature 1 of the given tokens, from the second on."""
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        (output,) = self._outputs([token_ids], [params])
-        assert output.prompt_logprobs is not None
-        return _of_tokens(output.prompt_logprobs[1:], token_ids[1:])
+        """Log-probs at temperature 1 of the given tokens, from the second on; on a rank that follows, nothing."""
+        if self._requests.follows:
+            asyncio.run(self._requests.follow())
+            return []
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        output = self._requests.run_now(token_ids, params, self._adapter)
+        self._requests.end()
+        return _of_tokens(output.prompt_logprobs, token_ids)
 
-    def _outputs(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
-        tokens = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        return self._llm.generate(tokens, params, use_tqdm=False, lora_request=self._adapter)
+    async def follow(self) -> None:
+        """Takes the steps of the engine's first rank until that one has finished a batch."""
+        await self._requests.follow()
+
+    def finish_batch(self) -> None:
+        """Lets the other ranks of the engine go, once everything that was asked for has been sampled."""
+        self._requests.end()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that are served."""
+        return self._requests.version
+
+    @property
+    def follows(self) -> bool:
+        """Whether this is a rank of the engine that only follows another one."""
+        return self._requests.follows
+
+    def pause(self) -> None:
+        """Stops decoding; requests that are under way or come in wait until `resume`."""
+        self._requests.pause()
+
+    def resume(self) -> None:
+        """Goes on decoding, with the weights that are there now."""
+        self._requests.resume()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces all weights by whole tensors under their Hugging Face names; the adapter is gone afterwards."""
         if self._on_gpu:
             self._llm.wake_up(tags=["weights"])
         self._adapter = None
+        seen: set[str] = set()
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                seen.add(name)
+                yield name, tensor
+
         with torch.no_grad():
-            self._model_runner.reload_weights(weights_iterator=iter(weights))
-        self.version = version
+            written = self._load(noted())
+        missing = sorted((self._stored - seen) | (self._parameters - written))
+        if missing:
+            raise TrainingError(
+                f"the push of weights version {version} left {len(missing)} weights of the rollout engine as they "
+                f"were, such as {', '.join(missing[:3])}"
+            )
+        self._requests.weights_changed(version)
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        """Names of the engine's parameters that were written."""
+        model = self._runner.get_model()
+        initialize_layerwise_reload(model)
+        written = {_plain(name) for name in model.load_weights(weights)}
+        finalize_layerwise_reload(model, self._runner.model_config)
+        return written
 
     def update_adapter(self, folder: Path, version: int) -> None:
         """Replaces the adapter by that of a folder in PEFT's layout, which may go afterwards."""
@@ -124,14 +167,13 @@ class VLLMEngine:
         request = LoRARequest(f"adapter-{number}", number, str(folder))
         if not self._llm.llm_engine.add_lora(request):
             raise RuntimeError(f"the rollout engine refused the adapter of weights version {version}")
-        self._adapter, self.version = request, version
+        self._adapter = request
+        self._requests.weights_changed(version)
 
     def wake_up(self) -> None:
-        """Takes back the memory for the key/value cache, which is empty afterwards, also of prompts that it shares."""
+        """Takes back the memory for the key/value cache."""
         if self._on_gpu:
             self._llm.wake_up(tags=["kv_cache"])
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the rollout engine refused to clear its prefix cache")
 
     def sleep(self) -> None:
         """Gives the memory of weights and cache to the trainer (on CPUs there is nothing to give)."""
@@ -139,6 +181,31 @@ class VLLMEngine:
             self._llm.sleep(level=self._sleep_level)
 
 
-def _of_tokens(tables: Any, token_ids: list[int]) -> list[float]:
-    """The tokens' own log-probs out of vLLM's table for each place."""
-    return [table[token].logprob for table, token in zip(tables, token_ids, strict=True)]
+def sampling_params(seed: int, sampling: Sampling) -> SamplingParams:
+    """vLLM's form of a turn's sampling."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # only the stop tokens that are named here end a turn
+        seed=seed,
+        logprobs=0 if sampling.log_probs else None,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the layer that an adapter wraps it in."""
+    return name.replace(".base_layer.", ".")
+
+
+def _of_tokens(table: FlatLogprobs, token_ids: list[int]) -> list[float]:
+    """The tokens' own log-probs out of vLLM's table; a prompt's first token has none."""
+    starts = [start for start, end in zip(table.start_indices, table.end_indices, strict=True) if end > start]
+    own = [(table.token_ids[start], table.logprobs[start]) for start in starts]
+    assert [token for token, _ in own] == token_ids[len(token_ids) - len(own) :]
+    return [log_prob for _, log_prob in own]

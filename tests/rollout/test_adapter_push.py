@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support import LENGTHS, off_policy, plain_log_probs, policy_engine, rows_of, update_alone
+from support import LENGTHS, off_policy, plain_log_probs, policy_engine, rows_of, single_turns, update_alone
 from torch import Tensor
 
 from rl_core.config.schema import LoraConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
 from rl_core.rollout import sharding_manager
-from rl_core.rollout.agent_loop import run_trajectories
 from rl_core.rollout.engine import Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
 from rl_core.training.place import Place
@@ -44,8 +43,8 @@ class Trainer:
     def check_samples(self, version: int) -> None:
         """What the live engine samples is of the version, and as likely as the trained policy says."""
         columns = {"prompt_ids": PROMPTS * 4, "seed": list(range(12))}
-        batch = run_trajectories(self.rollout, DataProto.from_dict({}, columns), FREE)
-        assert batch.batch["version"].tolist() == [version] * 12
+        batch = single_turns(self.rollout, DataProto.from_dict({}, columns), FREE)
+        assert batch.batch["version"].tolist() == [[version] * 8] * 12
         wanted_BR = self.engine.compute(batch, 1.0)[0]
         torch.testing.assert_close(batch.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
 
@@ -110,7 +109,7 @@ def test_a_cached_prompt_is_computed_anew_after_a_push(trainer: Trainer) -> None
     columns = {"prompt_ids": [prompt] * 2, "seed": [1, 2]}
     for version in (1, 2):
         trainer.sharding.push(version)
-        batch = run_trajectories(trainer.rollout, DataProto.from_dict({}, columns), FREE)
+        batch = single_turns(trainer.rollout, DataProto.from_dict({}, columns), FREE)
         wanted_BR = trainer.engine.compute(batch, 1.0)[0]
         torch.testing.assert_close(batch.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
         trainer.train()

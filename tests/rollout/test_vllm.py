@@ -1,6 +1,8 @@
 """The live engine against the trainer and against transformers, in float32."""
 
+import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support import LENGTHS, off_policy, plain_log_probs, policy_engine, rows_of, update_alone
+from support import LENGTHS, complete, off_policy, plain_log_probs, policy_engine, rows_of, single_turns, update_alone
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -19,7 +21,6 @@ from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
 from rl_core.models.load import load_tokenizer
-from rl_core.rollout.agent_loop import run_trajectories
 from rl_core.rollout.engine import Completion, Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
 from rl_core.storage import Store
@@ -42,7 +43,7 @@ class Trainer:
     """A policy in training, with the sharding manager that pushes it into the engine."""
 
     def __init__(self, model: Path, place: Place, rollout: "VLLMEngine") -> None:
-        self.model = model
+        self.model, self.place = model, place
         self.engine: TrainEngine
         self.engine = policy_engine(model, place, OptimConfig(lr=3e-2))
         self.sharding = ShardingManager(self.engine, rollout, "float32", TOLERANCE, 64)
@@ -80,7 +81,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
 def test_log_probs_of_sampled_tokens_are_the_trainers(
     trainer: Trainer, vllm_engine: "VLLMEngine", temperature: float
 ) -> None:
-    batch = run_trajectories(vllm_engine, prompts(4), Sampling(temperature, 8, (END,)))
+    batch = single_turns(vllm_engine, prompts(4), Sampling(temperature, 8, (END,)))
     wanted_BR = trainer.engine.compute(batch, temperature)[0]
     torch.testing.assert_close(batch.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
 
@@ -93,14 +94,14 @@ def test_log_probs_of_given_tokens_are_the_plain_models(
 
 
 def test_a_seed_gives_the_same_response_alone_and_in_a_batch(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
-    together = vllm_engine.generate(PROMPTS, [1, 2, 3, 4], FREE)
+    together = complete(vllm_engine, PROMPTS, [1, 2, 3, 4], FREE)
     alone = [
-        vllm_engine.generate([prompt], [seed], FREE)[0] for prompt, seed in zip(PROMPTS, [1, 2, 3, 4], strict=True)
+        complete(vllm_engine, [prompt], [seed], FREE)[0] for prompt, seed in zip(PROMPTS, [1, 2, 3, 4], strict=True)
     ]
     assert [c.token_ids for c in alone] == [c.token_ids for c in together]
-    other = vllm_engine.generate(PROMPTS, [5, 6, 7, 8], FREE)
+    other = complete(vllm_engine, PROMPTS, [5, 6, 7, 8], FREE)
     assert all(a.token_ids != b.token_ids for a, b in zip(together, other, strict=True))
-    same_prompt = vllm_engine.generate([PROMPTS[0]] * 4, [1, 2, 3, 4], FREE)
+    same_prompt = complete(vllm_engine, [PROMPTS[0]] * 4, [1, 2, 3, 4], FREE)
     assert len({tuple(c.token_ids) for c in same_prompt}) == 4
 
 
@@ -112,25 +113,25 @@ def test_greedy_is_the_plain_models_whatever_the_seed(
     model = trainer.export(tmp_path)
     wanted = [greedy(model, prompt, 8) for prompt in PROMPTS]
     for seed in (0, 1):
-        completions = vllm_engine.generate(PROMPTS, [seed] * len(PROMPTS), GREEDY)
+        completions = complete(vllm_engine, PROMPTS, [seed] * len(PROMPTS), GREEDY)
         assert [c.token_ids for c in completions] == wanted
 
 
 def test_a_response_ends_with_its_stop_token_or_at_its_length(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
-    (free,) = vllm_engine.generate([PROMPTS[0]], [1], FREE)
+    (free,) = complete(vllm_engine, [PROMPTS[0]], [1], FREE)
     assert free.stop_reason == "length" and len(free.token_ids) == len(free.log_probs) == 8
     stop = next(token for token in free.token_ids[2:] if token not in free.token_ids[:2])
-    (ended,) = vllm_engine.generate([PROMPTS[0]], [1], Sampling(1.0, 8, (63, stop)))
+    (ended,) = complete(vllm_engine, [PROMPTS[0]], [1], Sampling(1.0, 8, (63, stop)))
     cut = free.token_ids.index(stop) + 1
-    assert ended == Completion(free.token_ids[:cut], ended.log_probs, "stop", 0)
+    assert ended == Completion(PROMPTS[0], free.token_ids[:cut], ended.log_probs, [0] * cut, "stop")
     assert ended.log_probs == pytest.approx(free.log_probs[:cut], abs=TOLERANCE)
-    (short,) = vllm_engine.generate([PROMPTS[0]], [1], Sampling(1.0, 2, (stop,)))
+    (short,) = complete(vllm_engine, [PROMPTS[0]], [1], Sampling(1.0, 2, (stop,)))
     assert short.token_ids == free.token_ids[:2] and short.stop_reason == "length"
 
 
 def test_no_token_ends_a_response_unasked(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
     # The model's own end token too is an ordinary one unless the sampling names it.
-    completions = vllm_engine.generate([[END]] * 64, list(range(64)), Sampling(1.0, 8, ()))
+    completions = complete(vllm_engine, [[END]] * 64, list(range(64)), Sampling(1.0, 8, ()))
     assert any(END in c.token_ids[:-1] for c in completions)
     assert {len(c.token_ids) for c in completions} == {8}
 
@@ -139,7 +140,7 @@ def test_a_push_makes_the_engine_serve_the_trained_weights(
     trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
 ) -> None:
     before = torch.tensor(vllm_engine.log_probs(FIXED))
-    assert {c.version for c in vllm_engine.generate(PROMPTS, [0] * 4, FREE)} == {0}
+    assert {v for c in complete(vllm_engine, PROMPTS, [0] * 4, FREE) for v in c.versions} == {0}
     trainer.train()
     # Without the push the engine still serves the old policy, and the trainer's is another.
     assert torch.equal(torch.tensor(vllm_engine.log_probs(FIXED)), before)
@@ -149,9 +150,9 @@ def test_a_push_makes_the_engine_serve_the_trained_weights(
     assert (wanted - before).abs().max() > 0.1
     assert 0 <= trainer.sharding.push(7) < TOLERANCE
     torch.testing.assert_close(torch.tensor(vllm_engine.log_probs(FIXED)), wanted, rtol=0, atol=TOLERANCE)
-    assert {c.version for c in vllm_engine.generate(PROMPTS, [0] * 4, FREE)} == {7}
-    batch = run_trajectories(vllm_engine, prompts(), FREE)
-    assert batch.batch["version"].tolist() == [7] * 4
+    assert {v for c in complete(vllm_engine, PROMPTS, [0] * 4, FREE) for v in c.versions} == {7}
+    batch = single_turns(vllm_engine, prompts(), FREE)
+    assert batch.batch["version"].tolist() == [[7] * 8] * 4
     log_probs_BR = trainer.engine.compute(batch, 1.0)[0]
     torch.testing.assert_close(batch.batch["rollout_log_probs"], log_probs_BR, rtol=0, atol=TOLERANCE)
 
@@ -162,13 +163,13 @@ def test_a_prompt_that_was_cached_is_computed_anew_after_a_push(
     generator = torch.Generator().manual_seed(5)
     prompt = torch.randint(3, 64, (50,), generator=generator).tolist()  # longer than a block of the cache
     sampling = Sampling(1.0, 8, ())
-    before = vllm_engine.generate([prompt] * 2, [1, 2], sampling)
+    before = complete(vllm_engine, [prompt] * 2, [1, 2], sampling)
     trainer.train()
     trainer.sharding.push(1)
-    batch = run_trajectories(vllm_engine, DataProto.from_dict({}, {"prompt_ids": [prompt] * 2, "seed": [1, 2]}), GREEDY)
+    batch = single_turns(vllm_engine, DataProto.from_dict({}, {"prompt_ids": [prompt] * 2, "seed": [1, 2]}), GREEDY)
     wanted = greedy(trainer.export(tmp_path), prompt, 8)
     assert batch.batch["responses"].tolist() == [wanted] * 2
-    after = run_trajectories(vllm_engine, DataProto.from_dict({}, {"prompt_ids": [prompt] * 2, "seed": [1, 2]}), FREE)
+    after = single_turns(vllm_engine, DataProto.from_dict({}, {"prompt_ids": [prompt] * 2, "seed": [1, 2]}), FREE)
     wanted_BR = trainer.engine.compute(after, 1.0)[0]
     torch.testing.assert_close(after.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
     assert [c.token_ids for c in before] != after.batch["responses"].tolist()
@@ -185,7 +186,23 @@ def test_a_push_without_the_tied_head_is_caught(
     trainer.train()
     with monkeypatch.context() as patch:
         patch.setattr(trainer.engine, "full_parameters", without_head)
-        with pytest.raises(TrainingError, match="push of weights version 1.*canary_tolerance"):
+        with (
+            pytest.raises(TrainingError, match="1 weights of the rollout engine as they were, such as lm_head")
+            if False
+            else pytest.raises(TrainingError, match="push of weights version 1")
+        ):
+            trainer.sharding.push(1)
+    assert trainer.sharding.push(2) < TOLERANCE
+
+
+@pytest.mark.parametrize("lost", ["k_proj.weight", "model.norm.weight"])  # the first is a part of a fused weight
+def test_a_push_that_leaves_a_weight_out_is_caught(
+    trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    whole = trainer.engine.full_parameters
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.engine, "full_parameters", lambda merged: (w for w in whole() if not w[0].endswith(lost)))
+        with pytest.raises(TrainingError, match=f"version 1 left 1 weights.*{lost}"):
             trainer.sharding.push(1)
     assert trainer.sharding.push(2) < TOLERANCE
 
@@ -203,6 +220,71 @@ def test_weights_that_were_changed_on_the_way_are_caught(
         trainer.sharding.push(1)
 
 
+def test_a_turn_goes_on_over_a_push_and_knows_which_weights_wrote_which_token(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
+) -> None:
+    """What comes after the push is what the new weights say after all tokens, whichever weights wrote them."""
+    other = Trainer(trainer.model, trainer.place, vllm_engine)
+    other.train()
+
+    async def interrupted() -> Completion:
+        turn = asyncio.create_task(vllm_engine.generate(PROMPTS[0], 1, Sampling(0.0, 32, ())))
+        while vllm_engine._requests.engine.output_processor.request_states == {}:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        vllm_engine.pause()
+        other.sharding.push(9)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not turn.done()
+        vllm_engine.resume()
+        return await turn
+
+    completion = asyncio.run(interrupted())
+    before = completion.versions.count(0)
+    assert completion.versions == [0] * before + [9] * (32 - before) and 2 <= before <= 10
+    old = AutoModelForCausalLM.from_pretrained(trainer.model, dtype=torch.float32, attn_implementation="eager")
+    assert completion.token_ids[:before] == greedy(old, PROMPTS[0], before)
+    told = PROMPTS[0] + completion.token_ids[:before]
+    assert completion.token_ids[before:] == greedy(other.export(tmp_path), told, 32 - before)
+
+
+def test_a_cancelled_turn_is_freed_and_the_others_go_on(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    alone = complete(vllm_engine, PROMPTS[1:2], [2], FREE)[0]
+
+    async def two() -> Completion:
+        lost = asyncio.create_task(vllm_engine.generate(PROMPTS[0], 1, Sampling(1.0, 40, ())))
+        kept = asyncio.create_task(vllm_engine.generate(PROMPTS[1], 2, FREE))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        lost.cancel()
+        return await kept
+
+    assert asyncio.run(two()).token_ids == alone.token_ids
+    complete(vllm_engine, PROMPTS, [0] * 4, FREE)
+    assert vllm_engine._requests.engine.output_processor.request_states == {}
+    assert not vllm_engine._requests._internal and not vllm_engine._requests._under_way
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.5, 0), (1.0, 3)])
+def test_only_the_likeliest_tokens_are_drawn(
+    trainer: Trainer, vllm_engine: "VLLMEngine", top_p: float, top_k: int
+) -> None:
+    sampling = Sampling(1.0, 1, (), top_p, top_k)
+    seen = {c.token_ids[0]: c.log_probs[0] for c in complete(vllm_engine, [FIXED] * 64, list(range(64)), sampling)}
+    everything = {c.token_ids[0] for c in complete(vllm_engine, [FIXED] * 64, list(range(64)), Sampling(1.0, 1, ()))}
+    assert len(seen) < len(everything) and (not top_k or len(seen) <= top_k)
+    # Log-probs are of the tokens that may be drawn, so their probabilities add up to 1 when all of them were.
+    assert sum(math.exp(log_prob) for log_prob in seen.values()) <= 1 + 1e-5
+
+
+def test_log_probs_come_only_where_they_are_asked_for(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    (with_them,) = complete(vllm_engine, PROMPTS[:1], [3], FREE)
+    (without,) = complete(vllm_engine, PROMPTS[:1], [3], Sampling(1.0, 8, (), log_probs=False))
+    assert without.token_ids == with_them.token_ids and without.log_probs == [] and len(with_them.log_probs) == 8
+
+
 def test_the_canary_fits_a_short_context(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
     sharding = ShardingManager(trainer.engine, vllm_engine, "float32", TOLERANCE, max_length=10)
     assert sharding.push(1) < TOLERANCE
@@ -210,10 +292,10 @@ def test_the_canary_fits_a_short_context(trainer: Trainer, vllm_engine: "VLLMEng
 
 
 def test_sleeping_and_waking_keeps_the_weights(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
-    before = vllm_engine.generate(PROMPTS, [0] * 4, GREEDY)
+    before = complete(vllm_engine, PROMPTS, [0] * 4, GREEDY)
     vllm_engine.sleep()
     trainer.sharding.push(0)
-    assert [c.token_ids for c in vllm_engine.generate(PROMPTS, [0] * 4, GREEDY)] == [c.token_ids for c in before]
+    assert [c.token_ids for c in complete(vllm_engine, PROMPTS, [0] * 4, GREEDY)] == [c.token_ids for c in before]
 
 
 def test_an_export_is_served_by_vllm_as_it_is(trainer: Trainer, tmp_path: Path) -> None:

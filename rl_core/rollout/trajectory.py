@@ -1,0 +1,116 @@
+"""A conversation of the policy as tokens: which of them it sampled, what answered it, and how it ended."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_core.data.protocol import DataProto
+from rl_core.errors import TrainingError
+from rl_core.rollout.engine import Completion
+
+
+class TrajectoryState(Enum):
+    """Where a trajectory is in its life."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    TOOL_CALLING = "tool_calling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+@dataclass
+class Trajectory:
+    """One conversation: the prompt, then the turns of the policy (mask 1) and what answered them (mask 0)."""
+
+    prompt_ids: list[int]
+    seed: int
+    row: dict[str, Any] = field(default_factory=dict)
+    state: TrajectoryState = TrajectoryState.PENDING
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: str = ""
+    turns: int = 0
+    answer_start: int = 0
+    """Where the last turn begins in the response."""
+    reward: float = 0.0
+    """What tools and environment gave."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Each tool call and step of the environment: name, arguments, status, text, seconds, turn."""
+    detail: str = ""
+    """Why the trajectory failed."""
+
+    def take(self, completion: Completion) -> None:
+        """Adds a sampled turn; TrainingError when the engine has read other tokens than the trajectory has."""
+        if completion.prompt_ids != self.prompt_ids + self.response_ids:
+            raise TrainingError(
+                f"before turn {self.turns + 1} the rollout engine read {len(completion.prompt_ids)} tokens that are "
+                f"not the {len(self.prompt_ids) + len(self.response_ids)} tokens of the trajectory"
+            )
+        count = len(completion.token_ids)
+        self.answer_start = len(self.response_ids)
+        self.response_ids += completion.token_ids
+        self.response_mask += [1] * count
+        self.log_probs += completion.log_probs or [0.0] * count
+        self.versions += completion.versions
+        self.stop_reason = completion.stop_reason
+        self.turns += 1
+
+    def append(self, token_ids: list[int]) -> None:
+        """Adds what answers the last turn, up to the start of the next one."""
+        count = len(token_ids)
+        self.response_ids += token_ids
+        self.response_mask += [0] * count
+        self.log_probs += [0.0] * count
+        self.versions += [-1] * count
+
+    def fail(self, reason: str, detail: str) -> None:
+        """Ends the trajectory, which then trains nothing."""
+        self.state, self.stop_reason, self.detail = TrajectoryState.FAILED, reason, detail
+
+
+def to_batch(trajectories: list[Trajectory], width: int) -> DataProto:
+    """The padded view of trajectories; responses are padded to `width` tokens.
+
+    `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `version` [B, R] (−1 where nothing was
+    sampled), `prompt_length`, `response_length`, `answer_start`, `turns`, `turn_reward` [B], and `stop_reason`,
+    `status`, `detail`, `calls` per row.
+    """
+    longest = max(len(t.prompt_ids) for t in trajectories)
+
+    def padded(sequences: list[list], columns: int, dtype: torch.dtype, filler: int = 0) -> torch.Tensor:
+        out = torch.full((len(sequences), columns), filler, dtype=dtype)
+        for row, sequence in zip(out, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence, dtype=dtype)
+        return out
+
+    batch = {
+        "prompts": padded([t.prompt_ids for t in trajectories], longest, torch.long),
+        "responses": padded([t.response_ids for t in trajectories], width, torch.long),
+        "response_mask": padded([t.response_mask for t in trajectories], width, torch.float32),
+        "rollout_log_probs": padded([t.log_probs for t in trajectories], width, torch.float32),
+        "version": padded([t.versions for t in trajectories], width, torch.long, filler=-1),
+        "prompt_length": torch.tensor([len(t.prompt_ids) for t in trajectories]),
+        "response_length": torch.tensor([len(t.response_ids) for t in trajectories]),
+        "answer_start": torch.tensor([t.answer_start for t in trajectories]),
+        "turns": torch.tensor([t.turns for t in trajectories]),
+        "turn_reward": torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+    }
+
+    def column(values: list[Any]) -> np.ndarray:
+        out = np.empty(len(values), dtype=object)
+        out[:] = values
+        return out
+
+    others = {
+        "stop_reason": column([t.stop_reason for t in trajectories]),
+        "status": column([t.state.value for t in trajectories]),
+        "detail": column([t.detail for t in trajectories]),
+        "calls": column([t.calls for t in trajectories]),
+    }
+    return DataProto(batch, others, {})
