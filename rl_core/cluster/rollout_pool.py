@@ -2,6 +2,7 @@
 
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,8 @@ class Engine:
     def __init__(self, placement: Placement, config: RunConfig, number: int, life: int, deadline: float) -> None:
         """Starts the processes; `life` counts how often this engine of the pool was started."""
         size = config.rollout.tensor_parallel_size
-        self.number, self.life, self.lost, self.deadline = number, life, False, config.trainer.call_timeout_s
+        self.number, self.life, self.deadline = number, life, config.trainer.call_timeout_s
+        self.lost, self.again = False, True
         self.group = RayWorkerGroup(
             placement,
             RolloutWorker,
@@ -178,18 +180,28 @@ class RolloutPool:
 
     def _revive(self) -> None:
         """Starts lost engines anew, each once after its loss; if that fails the pool goes on without it."""
-        for i, old in enumerate(self._engines):
-            if not old.lost or old.life < 0 or not self.placement.whole():
-                continue
+        lost = [engine for engine in self._engines if engine.lost and engine.again]
+        if lost and self.placement.whole():
+            with ThreadPoolExecutor() as threads:
+                for engine in threads.map(self._started_again, lost):
+                    self._engines[engine.number] = engine
+
+    def _started_again(self, lost: Engine) -> Engine:
+        """The engine in a new life, or as it is where that does not begin."""
+        try:
+            engine = Engine(self.placement, self.config, lost.number, lost.life + 1, REVIVAL)
             try:
-                engine = Engine(self.placement, self.config, i, old.life + 1, REVIVAL)
                 engine.group.meet()
                 engine.group.init_model(self._path)
-                engine.serve()
-                self._engines[i] = engine
-            except RollforwardError as error:
-                old.life = -1
-                logger.warning("rollout engine %d does not start again: %s", i, error)
+            except BaseException:
+                engine.group.kill()
+                raise
+        except RollforwardError as error:
+            lost.again = False
+            logger.warning("rollout engine %d does not start again: %s", lost.number, error)
+            return lost
+        engine.serve()
+        return engine
 
 
 class PoolCall:

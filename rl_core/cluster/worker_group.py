@@ -116,7 +116,11 @@ class RayWorkerGroup:
         except ActorAlreadyExistsError as error:
             raise TransientError(f"another attempt of this run is starting its workers: {error}") from error
         # Shares keep two ranks of a group off one device only if the group of the next smaller share comes after it.
-        self._call("placing", [worker.__ray_ready__.remote() for worker in self.workers]).get()
+        try:
+            self._call("placing", [worker.__ray_ready__.remote() for worker in self.workers]).get()
+        except BaseException:
+            self.kill()
+            raise
         self._started = self._call("start", [worker.start.remote(worker_class, args) for worker in self.workers])
 
     def meet(self) -> None:
