@@ -8,6 +8,7 @@ from rl_core.errors import InputError, TrainingError
 from rl_core.storage import Json, Store, step_name
 
 CHECKPOINTS = "checkpoints"
+ROLLOUTS = "rollouts.safetensors"
 
 
 class Commits:
@@ -34,12 +35,22 @@ class Commits:
         self.roles.save_checkpoint(self.store, f"{CHECKPOINTS}/{step_name(step)}")
         self._begun = step, meta
 
-    def finish(self) -> None:
-        """Waits for the shards of the step that was begun, if any, and commits it by its manifest."""
+    def rollouts(self, step: int) -> bytes | None:
+        """The rollouts ahead that were committed with a step, if there were any."""
+        name = f"{CHECKPOINTS}/{step_name(step)}/{ROLLOUTS}"
+        return self.store.read_bytes(name) if self.store.exists(name) else None
+
+    def finish(self, rollouts: bytes | None = None) -> None:
+        """Waits for the shards of the step that was begun, if any, and commits it by its manifest.
+
+        `rollouts` are those of the next step, where they were made with earlier weights than the step's.
+        """
         if self._begun is None:
             return
         (step, meta), self._begun = self._begun, None
         self.roles.finish_checkpoint()
+        if rollouts is not None:
+            self.store.write_bytes(f"{CHECKPOINTS}/{step_name(step)}/{ROLLOUTS}", rollouts)
         self.store.commit_folder(f"{CHECKPOINTS}/{step_name(step)}", meta)
         self.store.retain(CHECKPOINTS, self.keep)
         self.on_commit(step)

@@ -11,7 +11,7 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
 from rl_core.rewards.runner import Scoring
-from rl_core.steps import response_seeds, response_texts
+from rl_core.steps import answer_texts, response_seeds, scores
 
 SAMPLES_SHOWN = 20
 
@@ -52,8 +52,7 @@ def _scores(
     prompts = DataProto.from_dict({}, {"prompt_ids": [row["prompt_ids"] for row in chosen], "row": chosen}).repeat(n)
     seeds = response_seeds([config.trainer.seed, 0, 0], len(prompts))
     batch = roles.rollout.generate_sequences(prompts.union(DataProto.from_dict({}, {"seed": seeds})), temperature)
-    texts = response_texts(batch, tokenizer)
-    results = rewards.score(texts, list(batch.non_tensor_batch["row"]))
+    texts, results = answer_texts(batch, tokenizer), scores(batch, rewards, tokenizer)
     failed = [result for result in results if result.score is None]
     if failed:
         raise TransientError(f"{len(failed)} held-out responses could not be scored: {failed[0].detail}")

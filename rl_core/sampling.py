@@ -3,43 +3,38 @@
 from transformers import PreTrainedTokenizerBase
 
 from rl_core import steps
-from rl_core.algorithms.advantages import ESTIMATORS, group_index
+from rl_core.algorithms.advantages import group_index
 from rl_core.algorithms.masked import masked_mean
 from rl_core.algorithms.shaping import groups_with_spread
-from rl_core.cluster.roles import Roles
 from rl_core.config.schema import RunConfig
-from rl_core.data.dataset import RLHFDataset
-from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
-from rl_core.metrics import Metrics, Phases
+from rl_core.metrics import Metrics, Phases, spread
 from rl_core.rewards.runner import Scoring
+from rl_core.upcoming import Upcoming
 
 
 class Sampler:
     """Makes the batch that a step trains on."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        rows: RLHFDataset,
-        loader: StatefulLoader,
-        roles: Roles,
-        rewards: Scoring,
-        tokenizer: PreTrainedTokenizerBase,
+        self, config: RunConfig, upcoming: Upcoming, rewards: Scoring, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.config, self.rows, self.loader, self.roles = config, rows, loader, roles
-        self.rewards, self.tokenizer = rewards, tokenizer
-        self.needs_greedy = "greedy_reward_B" in ESTIMATORS.resolve(config.algorithm.estimator).needs
+        self.config, self.upcoming, self.rewards, self.tokenizer = config, upcoming, rewards, tokenizer
+        self.rollout = upcoming.roles.rollout
 
     def batch(self, step: int, phase: Phases) -> tuple[DataProto, Metrics]:
         """Scored responses to `data.train_batch_size` prompts, and how they came about.
 
-        With dynamic sampling, groups of equal scores are dropped and refilled from further prompts.
+        Starts the rollouts of later steps, as far ahead as their staleness may be. With dynamic sampling, groups of
+        equal scores are dropped and refilled from further prompts.
         """
+        for ahead in range(step, min(step + self.config.max_staleness, self.config.trainer.steps) + 1):
+            self.upcoming.begin(ahead)
         most = self.config.algorithm.max_generated_batches
         if not most:
-            return steps.shaped(self._generate(step, 0, phase), self.config), {}
+            batch = self._generate(step, 0, phase)
+            return steps.shaped(batch, self.config), self._staleness(batch, step)
         size = self.config.data.train_batch_size * self.config.rollout.n
         useful: list[DataProto] = []
         flat: list[DataProto] = []
@@ -53,6 +48,7 @@ class Sampler:
             useful.append(batch[spread_B])
             flat.append(batch[~spread_B])
             made, found = made + 1, found + int(spread_B.sum())
+        self.rollout.sleep()
         if found < size and self.config.algorithm.when_too_few_groups == "stop":
             raise TrainingError(
                 f"step {step}: {made} generated batches gave {found // self.config.rollout.n} groups with different "
@@ -66,22 +62,19 @@ class Sampler:
             "sampling/generated_batches": float(made),
             "sampling/generated_score": score,
             "sampling/useful_share": min(found / size, 1.0),
+            **self._staleness(batch, step),
         }
         return steps.shaped(batch, self.config), metrics
 
     def _generate(self, step: int, attempt: int, phase: Phases) -> DataProto:
-        config, actor = self.config, self.roles.actor
+        config = self.config
         with phase("rollout"):
-            prompts = steps.prompt_batch(self.rows, self.loader.next(), config, step, attempt)
-            batch = actor.generate_sequences(prompts, config.rollout.temperature)
-            greedy = actor.generate_sequences(prompts[:: config.rollout.n], 0.0) if self.needs_greedy else None
+            batch, greedy = self.upcoming.take(step, attempt)
             made = [batch] if greedy is None else [batch, greedy]
-            phase.count("rollout", float(sum(part.batch["response_length"].sum() for part in made)))
+            phase.count("rollout", float(sum(part.batch["response_mask"].sum() for part in made)))
             if not config.algorithm.max_generated_batches:
-                actor.sleep_rollout()
-        served = set(batch.batch["version"].tolist())
-        if served != {step - 1}:
-            raise TrainingError(f"step {step} needs rollouts of weights version {step - 1}, the engine served {served}")
+                self.rollout.sleep()
+        self._check_versions(batch, step)
         with phase("score"):
             batch = steps.score(batch, self.rewards, self.tokenizer, config, step)
             if greedy is not None:
@@ -89,3 +82,20 @@ class Sampler:
                 reward_B = scored.batch["token_level_scores"].sum(-1).repeat_interleave(config.rollout.n)
                 batch = batch.union(DataProto({"greedy_reward_B": reward_B}, {}, {}))
         return batch
+
+    def _check_versions(self, batch: DataProto, step: int) -> None:
+        served = batch.batch["version"][batch.batch["response_mask"] > 0].unique().tolist()
+        allowed = range(step - 1 - self.config.max_staleness, step)
+        if any(version not in allowed for version in served):
+            raise TrainingError(
+                f"step {step} needs rollouts of weights version {step - 1}"
+                + (f", at most {self.config.max_staleness} behind" if self.config.max_staleness else "")
+                + f"; the engine served {', '.join(map(str, served))}"
+            )
+
+    def _staleness(self, batch: DataProto, step: int) -> Metrics:
+        """By how many steps the weights that sampled the tokens were behind; nothing where they cannot be."""
+        if not self.config.max_staleness:
+            return {}
+        versions = batch.batch["version"][batch.batch["response_mask"] > 0]
+        return spread("rollout/staleness", (step - 1 - versions).float())

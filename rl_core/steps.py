@@ -1,6 +1,7 @@
 """The driver's part of a step: prompts to a batch, responses to rewards, rows to a balanced order, and a record."""
 
 import io
+import json
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError, TransientError
 from rl_core.metrics import Metrics
 from rl_core.rewards.runner import RewardResult, Scoring
+from rl_core.rewards.worker import failure
 
 # Stream of random numbers that no attempt of dynamic sampling uses.
 PF_PPO_STREAM = 1_000_000
@@ -53,11 +55,23 @@ def response_seeds(origin: list[int], count: int) -> list[int]:
     return np.random.SeedSequence(origin).generate_state(count).tolist()
 
 
-def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The responses as text, without special tokens."""
-    lengths = batch.batch["response_length"].tolist()
-    ids = [row[:length].tolist() for row, length in zip(batch.batch["responses"], lengths, strict=True)]
+def answer_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The policy's last turn of each response as text, without special tokens."""
+    spans = zip(batch.batch["answer_start"].tolist(), batch.batch["response_length"].tolist(), strict=True)
+    ids = [row[start:end].tolist() for row, (start, end) in zip(batch.batch["responses"], spans, strict=True)]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def scores(batch: DataProto, rewards: Scoring, tokenizer: PreTrainedTokenizerBase) -> list[RewardResult]:
+    """A result per row; a trajectory that failed has no score."""
+    rows = batch.non_tensor_batch
+    results = rewards.score(answer_texts(batch, tokenizer), list(rows["row"]))
+    return [
+        failure("error", f"the rollout failed: {reason}: {detail}") if status == "failed" else result
+        for result, status, reason, detail in zip(
+            results, rows["status"], rows["stop_reason"], rows["detail"], strict=True
+        )
+    ]
 
 
 def score(
@@ -68,7 +82,7 @@ def score(
     A response without a score trains nothing: its mask is 0 and it leaves its group. Raises TransientError when more
     than `reward.max_failed_share` of them have none.
     """
-    results = rewards.score(response_texts(batch, tokenizer), list(batch.non_tensor_batch["row"]))
+    results = scores(batch, rewards, tokenizer)
     if config.reward.shuffle_control:
         results = _of_other_prompts(results, config, step)
     scored_B = torch.tensor([result.score is not None for result in results])
@@ -79,8 +93,9 @@ def score(
             f"reward.max_failed_share={config.reward.max_failed_share}; "
             f"the first: {failed[0].status}: {failed[0].detail}"
         )
-    score_B = torch.tensor([result.score or 0.0 for result in results])
     tensors = batch.batch
+    score_B = torch.tensor([result.score or 0.0 for result in results])
+    score_B = score_B + config.reward.turn_weight * tensors["turn_reward"] * scored_B
     scores_BR = torch.zeros_like(tensors["response_mask"])
     last_B = (tensors["response_length"] - 1).clamp(min=0)
     scores_BR[torch.arange(len(batch)), last_B] = score_B
@@ -244,8 +259,9 @@ def rollout_parquet(batch: DataProto) -> bytes:
     """The step's trajectories as parquet, without padding: all that advantages and losses came from, and these."""
     prompt_length, length = batch.batch["prompt_length"].tolist(), batch.batch["response_length"].tolist()
     columns: dict[str, Any] = {
-        name: batch.non_tensor_batch[name].tolist() for name in ("uid", "seed", "stop_reason", "status")
+        name: batch.non_tensor_batch[name].tolist() for name in ("uid", "seed", "stop_reason", "status", "detail")
     }
+    columns["calls"] = [json.dumps(calls) for calls in batch.non_tensor_batch["calls"]]
     columns["row"] = [row["extra_info"]["index"] for row in batch.non_tensor_batch["row"]]
     columns["prompt_ids"] = [row[:n] for row, n in zip(batch.batch["prompts"].tolist(), prompt_length, strict=True)]
     for name, tensor in sorted(batch.batch.items()):

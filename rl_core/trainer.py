@@ -19,6 +19,7 @@ from rl_core.metrics import Metrics, Phases, batch_metrics
 from rl_core.rewards.runner import Scoring
 from rl_core.sampling import Sampler
 from rl_core.storage import Json, Store, step_name
+from rl_core.upcoming import Upcoming
 
 
 class PPOTrainer:
@@ -41,8 +42,9 @@ class PPOTrainer:
         self.on_step = on_step
         self.ledger = Ledger(store)
         self.commits = Commits(store, roles, config.trainer.keep_checkpoints, on_commit)
-        self.loader = StatefulLoader(len(rows), config.data.train_batch_size, config.trainer.seed, data_hash)
-        self.sampler = Sampler(config, rows, self.loader, roles, rewards, tokenizer)
+        loader = StatefulLoader(len(rows), config.data.train_batch_size, config.trainer.seed, data_hash)
+        self.upcoming = Upcoming(config, rows, loader, roles)
+        self.sampler = Sampler(config, self.upcoming, rewards, tokenizer)
         algorithm = config.algorithm
         self.kl_controller = KLController(
             algorithm.kl_controller, algorithm.kl_in_reward_coef, algorithm.kl_target, algorithm.kl_horizon
@@ -57,9 +59,10 @@ class PPOTrainer:
         if found := self.commits.recover():
             self.step, meta = found
             self.commits.load(self.step)
-            self.loader.load_state_dict(meta["loader"])
             self.kl_controller.coef = meta["kl_coef"]
-        self.roles.actor.push_weights(self.step)
+        self.roles.rollout.push_weights(self.step)
+        if found:
+            self.upcoming.load_state_dict(meta["upcoming"], self.commits.rollouts(self.step))
 
     def fit(self, until: int) -> None:
         """Trains up to and including step `until`; all of it is committed when this returns."""
@@ -69,7 +72,7 @@ class PPOTrainer:
             step, phase = self.step + 1, Phases()
             with self.commits.kept():
                 batch, metrics = self.sampler.batch(step, phase)
-            roles.actor.sleep_rollout()
+            roles.rollout.sleep()
             with phase("log_prob"):
                 order = torch.tensor(steps.balanced_order(batch, config))
                 batch = batch.reorder(order)
@@ -88,15 +91,17 @@ class PPOTrainer:
                 rows = steps.training_rows(batch, config, step)
             tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
             with phase("commit"):
-                self.commits.finish()  # the step before; its shards were written during the rollouts
+                self.commits.finish(self.upcoming.saved(step))  # the step before, written during the rollouts
             with phase("update"):
                 critic_update = roles.critic.update_critic.submit(rows) if config.needs_critic else None
                 metrics |= prefixed("actor", roles.actor.update_actor(rows))
                 if critic_update:
                     metrics |= prefixed("critic", critic_update.get())
                 phase.count("update", tokens * passes)
+            with phase("rollout"):
+                self.upcoming.before_push()
             with phase("push"):
-                metrics["kl/canary"] = max(roles.actor.push_weights(step))
+                metrics["kl/canary"] = roles.rollout.push_weights(step)
             with phase("commit"):
                 self.store.write_bytes(f"rollouts/{step_name(step)}.parquet", steps.rollout_parquet(batch))
                 if step % config.trainer.save_every == 0 or step == until:
@@ -106,10 +111,10 @@ class PPOTrainer:
             self.ledger.write(step, record)
             self.on_step(record)
             self.step = step
-        self.commits.finish()
+        self.commits.finish(self.upcoming.saved(until + 1))
 
     def _meta(self, step: int) -> Json:
-        return {"step": step, "loader": self.loader.state_dict(), "kl_coef": self.kl_controller.coef}
+        return {"step": step, "upcoming": self.upcoming.state_dict(), "kl_coef": self.kl_controller.coef}
 
 
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:

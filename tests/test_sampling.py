@@ -15,8 +15,10 @@ from rl_core.errors import TrainingError
 from rl_core.metrics import Phases
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.worker import RewardResult, failure
+from rl_core.rollout.engine import Completion
 from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.sampling import Sampler
+from rl_core.upcoming import Upcoming
 
 TOKENIZER = build_tokenizer()
 N, WIDTH = 3, 8
@@ -32,7 +34,7 @@ class Actor:
     sleeps: int = 0
     seeds: list[int] = field(default_factory=list)
 
-    def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
+    def submit(self, prompts: DataProto, temperature: float) -> SimpleNamespace:
         self.temperatures.append(temperature)
         rows = prompts.non_tensor_batch
         self.seeds += rows["seed"].tolist()
@@ -40,15 +42,15 @@ class Actor:
         for place, row in enumerate(rows["row"]):
             text = f"{row['extra_info']['index']:02d}" + (f"{place % N}" * (1 + place % N) if temperature else "9")
             answers.append(TOKENIZER.encode(text))
-        trajectories = [
-            Trajectory(ids, 0, response_ids=a, response_mask=[1] * len(a), log_probs=[-0.5] * len(a), version=0)
-            for ids, a in zip(rows["prompt_ids"], answers, strict=True)
-        ]
-        batch = to_batch(trajectories, WIDTH)
-        batch.batch["version"] += self.version
-        return prompts.union(batch)
+        trajectories = []
+        for ids, a in zip(rows["prompt_ids"], answers, strict=True):
+            trajectory = Trajectory(list(ids), 0)
+            trajectory.take(Completion(list(ids), a, [-0.5] * len(a), [self.version] * len(a), "stop"))
+            trajectories.append(trajectory)
+        batch = prompts.union(to_batch(trajectories, WIDTH))
+        return SimpleNamespace(get=lambda: batch)
 
-    def sleep_rollout(self) -> None:
+    def sleep(self) -> None:
         self.sleeps += 1
 
 
@@ -84,8 +86,9 @@ def sampler(scorer: Scorer, actor: Actor | None = None, **sections: dict[str, ob
         }
     )
     loader = StatefulLoader(len(ROWS), 2, config.trainer.seed, "hash")
-    roles = SimpleNamespace(actor=actor or Actor())
-    return Sampler(config, RLHFDataset(ROWS, TOKENIZER), loader, roles, scorer, TOKENIZER)  # type: ignore[arg-type]
+    roles = SimpleNamespace(rollout=actor or Actor())
+    upcoming = Upcoming(config, RLHFDataset(ROWS, TOKENIZER), loader, roles)  # type: ignore[arg-type]
+    return Sampler(config, upcoming, scorer, TOKENIZER)
 
 
 def order_of(made: Sampler) -> list[int]:
@@ -107,7 +110,7 @@ def test_without_dynamic_sampling_the_next_prompts_are_the_batch() -> None:
     batch, metrics = made.batch(1, Phases())
     first = order_of(made)[:2]
     assert rows_in(batch) == [first[0]] * N + [first[1]] * N and metrics == {}
-    assert actor.temperatures == [0.7] and actor.sleeps == 1 and made.loader.consumed == 2
+    assert actor.temperatures == [0.7] and actor.sleeps == 1 and made.upcoming.loader.consumed == 2
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0] * 6
 
 
@@ -123,7 +126,7 @@ def test_groups_of_equal_scores_are_dropped_and_refilled() -> None:
     assert metrics == {"sampling/generated_batches": 3.0, "sampling/useful_share": 1.0}
     kept = batch.batch["token_level_scores"].sum(-1)
     assert score == pytest.approx((4 * N + kept.sum().item()) / (6 * N))
-    assert made.loader.consumed == 6, "the loader stands behind all prompts that were used"
+    assert made.upcoming.loader.consumed == 6, "the loader stands behind all prompts that were used"
     assert len(set(actor.seeds)) == 3 * 2 * N, "a refill repeats another one's random numbers"
     uid = batch.non_tensor_batch["uid"].tolist()
     assert [len(set(uid[k : k + N])) for k in (0, N)] == [1, 1] and len(set(uid)) == 2
@@ -198,5 +201,5 @@ def test_responses_of_other_weights_are_refused() -> None:
     """The engine must serve the weights of the step before, no older and no newer ones."""
     assert len(sampler(Scorer(set()), Actor(version=4)).batch(5, Phases())[0]) == 2 * N
     for version in (3, 5):
-        with pytest.raises(TrainingError, match=f"step 5 needs .* version 4, the engine served .*{version}"):
+        with pytest.raises(TrainingError, match=f"step 5 needs .* version 4; the engine served {version}"):
             sampler(Scorer(set()), Actor(version=version)).batch(5, Phases())

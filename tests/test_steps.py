@@ -96,7 +96,7 @@ def test_scores_stand_on_the_last_token() -> None:
     rewards = Recorded([RewardResult(i / 10, "ok") for i in range(12)])
     scored = steps.score(batch, rewards, TOKENIZER, run, 7)  # type: ignore[arg-type]
     ((responses, rows),) = rewards.asked
-    assert responses[:2] == ["0 0", "1 1 7"] and rows == batch.non_tensor_batch["row"].tolist()
+    assert responses[:2] == ["00", "117"] and rows == batch.non_tensor_batch["row"].tolist()
     scores_BR, length_B = scored.batch["token_level_scores"], batch.batch["response_length"]
     assert scores_BR[torch.arange(12), length_B - 1].tolist() == pytest.approx([i / 10 for i in range(12)])
     assert scores_BR.sum().item() == pytest.approx(6.6)
@@ -229,8 +229,9 @@ def test_the_steps_trajectories_are_written_without_padding(tmp_path: Path) -> N
     batch = DataProto({**batch.batch, "prompts": wide}, batch.non_tensor_batch)
     batch = batch.union(DataProto({"old_log_probs": torch.full((12, 8), -0.25)}))
     table = pq.read_table(io.BytesIO(steps.rollout_parquet(batch)))
-    per_token = {"responses", "response_mask", "rollout_log_probs", "token_level_scores", "old_log_probs"}
-    per_row = {"uid", "seed", "stop_reason", "status", "row", "version", "scored"}
+    per_token = {"responses", "response_mask", "rollout_log_probs", "version", "token_level_scores", "old_log_probs"}
+    per_row = {"uid", "seed", "stop_reason", "status", "detail", "calls", "row", "scored"}
+    per_row |= {"answer_start", "turns", "turn_reward"}
     assert set(table.column_names) == per_token | per_row | {"prompt_ids"}
     lengths = batch.batch["response_length"].tolist()
     rows = table.to_pylist()

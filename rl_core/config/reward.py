@@ -25,6 +25,8 @@ class RewardConfig(Section):
     rewards."""
     model: RewardModelConfig = RewardModelConfig()
     """A reward model beside the scorer."""
+    turn_weight: float = 1.0
+    """What the rewards of tools and environment are multiplied with before they are added to the scorer's."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds for one response; then the scoring process is killed and the response counts as failed."""
     processes: int = Field(1, ge=1)

@@ -33,7 +33,7 @@ def digit_rows(
 
     def rows(split: str, count: int) -> list[Row]:
         lines = _draw(config.difficulty, count, seed, held_out=split == "val")
-        pairs = [(" ".join(line), " ".join(answer(line))) for line in lines]
+        pairs = [(" ".join(line), answer(line)) for line in lines]
         return [make_row(source, line, ability, right, right, split, i) for i, (line, right) in enumerate(pairs)]
 
     return rows("train", config.train_rows or TRAIN_ROWS), rows("val", wanted)

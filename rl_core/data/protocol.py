@@ -1,11 +1,13 @@
 """DataProto: the batch that the roles of a run hand to each other."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 
 Indices = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
@@ -46,6 +48,11 @@ class DataProto:
             for name, values in (non_tensors or {}).items()
         }
         return cls(dict(tensors), arrays, dict(meta_info or {}))
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of all columns."""
+        return set(self._columns())
 
     def __len__(self) -> int:
         return next((len(column) for column in self._columns().values()), 0)
@@ -140,6 +147,18 @@ class DataProto:
         if not 0 <= n <= len(self):
             raise ValueError(f"cannot remove {n} of {len(self)} rows")
         return self[: len(self) - n]
+
+    def to_bytes(self) -> bytes:
+        """The columns as a safetensors file; what is no tensor goes along as JSON and must be of JSON values."""
+        others = {name: array.tolist() for name, array in self.non_tensor_batch.items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.batch.items()}
+        return save(tensors, {"columns": json.dumps(others)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "DataProto":
+        """The batch that `to_bytes` wrote."""
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return cls.from_dict(load(data), json.loads(header["__metadata__"]["columns"]))
 
     def __getstate__(self) -> dict[str, Any]:
         # A view would be sent with its whole storage, and a tensor on a GPU cannot be read where there is none.

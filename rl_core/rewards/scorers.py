@@ -28,13 +28,14 @@ _NUMBER = re.compile(
 
 def exact(response: str, row: Row) -> float:
     """1 when the response is the ground truth, white space aside."""
-    return float(response.split() == _truth(row).split())
+    return float(_characters(response) == _characters(_truth(row)))
 
 
 def positions(response: str, row: Row) -> float:
-    """Share of the ground truth's words that the response has in the same place; what follows them does not count."""
-    truth = _truth(row).split()
-    right = sum(word == wanted for word, wanted in zip(response.split(), truth, strict=False))
+    """Share of the ground truth's characters that the response has in the same place, white space aside; what follows
+    them does not count."""
+    truth = _characters(_truth(row))
+    right = sum(character == wanted for character, wanted in zip(_characters(response), truth, strict=False))
     return right / max(len(truth), 1)
 
 
@@ -93,6 +94,10 @@ def _import_scorer(name: str, where: str) -> Scorer:
         raise InputError("a function", f"'{name}' is a {type(found).__name__}", where, "name a function of the module")
     scorer: Scorer = found
     return scorer
+
+
+def _characters(text: str) -> str:
+    return "".join(text.split())
 
 
 def _truth(row: Row) -> str:

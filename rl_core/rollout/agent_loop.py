@@ -51,7 +51,7 @@ async def roll_out(
     `sampling.max_tokens` is the room for a whole response, which is all turns and all answers to them.
     """
     rows = prompts.non_tensor_batch
-    given = rows.get("row", [{}] * len(prompts))
+    given: Any = rows.get("row", [{}] * len(prompts))
     trajectories = [
         Trajectory(list(ids), int(seed), row)
         for ids, seed, row in zip(rows["prompt_ids"], rows["seed"], given, strict=True)

@@ -4,10 +4,10 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from vllm import SamplingParams
+from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -23,7 +23,7 @@ class Request:
     number: str
     versions: list[int] = field(default_factory=list)
     result: asyncio.Future[None] | None = None
-    output: Any = None
+    output: RequestOutput | None = None
 
     def sampled(self, tokens: int, version: int) -> None:
         """Notes that there are `tokens` tokens now and that the newest of them came from `version`."""
@@ -64,7 +64,7 @@ class Requests:
                 self._commands.append(("abort", request.number))
             raise
 
-    def run_now(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> Any:
+    def run_now(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> RequestOutput:
         """vLLM's output for a request that is decoded before this returns, beside those under way."""
         request = self._new(token_ids, params, adapter)
         while request.output is None:
@@ -128,7 +128,7 @@ class Requests:
         if self._group is not None:
             self._tell(commands)
         self._apply(commands)
-        for output in self.engine.step():
+        for output in cast(list[RequestOutput], self.engine.step()):
             request = self._under_way.pop(output.request_id, None)
             self._internal.pop(output.request_id, None)
             if request is None:

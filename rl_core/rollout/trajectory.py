@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 
 from rl_core.data.protocol import DataProto
@@ -102,15 +101,10 @@ def to_batch(trajectories: list[Trajectory], width: int) -> DataProto:
         "turn_reward": torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
     }
 
-    def column(values: list[Any]) -> np.ndarray:
-        out = np.empty(len(values), dtype=object)
-        out[:] = values
-        return out
-
-    others = {
-        "stop_reason": column([t.stop_reason for t in trajectories]),
-        "status": column([t.state.value for t in trajectories]),
-        "detail": column([t.detail for t in trajectories]),
-        "calls": column([t.calls for t in trajectories]),
+    others: dict[str, list[Any]] = {
+        "stop_reason": [t.stop_reason for t in trajectories],
+        "status": [t.state.value for t in trajectories],
+        "detail": [t.detail for t in trajectories],
+        "calls": [t.calls for t in trajectories],
     }
-    return DataProto(batch, others, {})
+    return DataProto.from_dict(batch, others)

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams
-from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sampling_params import RequestOutputKind
@@ -82,10 +81,12 @@ class VLLMEngine:
     async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
         """One turn after the given tokens."""
         request = await self._requests.run(token_ids, sampling_params(seed, sampling), self._adapter)
-        (choice,) = request.output.outputs
+        output = request.output
+        assert output
+        (choice,) = output.outputs
         ids = list(choice.token_ids)
         return Completion(
-            prompt_ids=request.output.prompt_token_ids,
+            prompt_ids=output.prompt_token_ids or [],
             token_ids=ids,
             log_probs=_of_tokens(choice.logprobs, ids) if sampling.log_probs else [],
             versions=request.versions,
@@ -203,8 +204,8 @@ def _plain(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _of_tokens(table: FlatLogprobs, token_ids: list[int]) -> list[float]:
-    """The tokens' own log-probs out of vLLM's table; a prompt's first token has none."""
+def _of_tokens(table: Any, token_ids: list[int]) -> list[float]:
+    """The tokens' own log-probs out of vLLM's flat table; a prompt's first token has none."""
     starts = [start for start, end in zip(table.start_indices, table.end_indices, strict=True) if end > start]
     own = [(table.token_ids[start], table.logprobs[start]) for start in starts]
     assert [token for token, _ in own] == token_ids[len(token_ids) - len(own) :]

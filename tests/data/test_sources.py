@@ -26,15 +26,15 @@ def test_sorted_digits_have_the_layout_and_the_answer() -> None:
     row = val[3]
     assert set(row) == LAYOUT
     digits = row["prompt"][0]["content"].split(" ")
-    assert row["reward_model"] == {"style": "rule", "ground_truth": " ".join(sorted(digits))}
-    assert row["extra_info"] == {"split": "val", "index": 3, "answer": " ".join(sorted(digits))}
-    assert sort_digits.reference_response(row) == " ".join(sorted(digits))
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "".join(sorted(digits))}
+    assert row["extra_info"] == {"split": "val", "index": 3, "answer": "".join(sorted(digits))}
+    assert sort_digits.reference_response(row) == "".join(sorted(digits))
     assert len(digits) == 5
 
 
 @pytest.mark.parametrize(
     ("name", "scorer", "answer"),
-    [("copy_digits", "positions", "2 0 1"), ("last_digit", "exact", "1"), ("sort_digits", "exact", "0 1 2")],
+    [("copy_digits", "positions", "201"), ("last_digit", "exact", "1"), ("sort_digits", "exact", "012")],
 )
 def test_digit_sources_differ_in_the_answer_alone(name: str, scorer: str, answer: str) -> None:
     source, config = load_source(name), DataConfig(source=name, difficulty=3, val_rows=50)

@@ -34,7 +34,7 @@ def test_every_prompt_and_answer_of_the_demo_round_trips() -> None:
         for line in (row["prompt"][0]["content"], sort_digits.reference_response(row)):
             ids = tokenizer.encode(line)
             assert tokenizer.unk_token_id not in ids and len(ids) == 5
-            assert tokenizer.decode(ids, skip_special_tokens=True) == line
+            assert tokenizer.decode(ids, skip_special_tokens=True) == line.replace(" ", "")
 
 
 def test_every_character_is_a_token_of_its_own_and_others_are_unknown() -> None:

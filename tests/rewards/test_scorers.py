@@ -94,15 +94,15 @@ def test_a_ground_truth_without_a_number_is_an_error_not_a_zero() -> None:
 
 def test_exact_ignores_white_space_only() -> None:
     assert exact(" 1  2\n3 ", row("1 2 3")) == 1.0
-    assert exact("123", row("1 2 3")) == 0.0
+    assert exact("123", row("1 2 3")) == 1.0
     assert exact("1 2 3 4", row("1 2 3")) == 0.0
 
 
 @pytest.mark.parametrize(
     ("response", "score"),
-    [("1 2 3 4", 1.0), ("1 2 4 3", 0.5), ("0 1 2 3", 0.0), ("1 2", 0.5), ("1 2 3 4 5", 1.0), ("1234", 0.0), ("", 0.0)],
+    [("1 2 3 4", 1.0), ("1 2 4 3", 0.5), ("0 1 2 3", 0.0), ("1 2", 0.5), ("1 2 3 4 5", 1.0), ("1234", 1.0), ("", 0.0)],
 )
-def test_positions_gives_the_share_of_words_in_their_place(response: str, score: float) -> None:
+def test_positions_gives_the_share_of_characters_in_their_place(response: str, score: float) -> None:
     assert positions(response, row("1 2 3 4")) == score
 
 
