@@ -144,7 +144,8 @@ class RolloutPool:
             return
         engine.lost, self._why = True, str(error)
         engine.group.kill()  # ranks that only wait for the one that has gone
-        logger.warning("rollout engine %d is lost, %d go on: %s", engine.number, self.engines, error)
+        cause = self._why.partition("\n")[0]
+        logger.warning("rollout engine %d is lost, %d go on: %s", engine.number, self.engines, cause)
 
     def _living(self) -> list[Engine]:
         living = [engine for engine in self._engines if not engine.lost]
