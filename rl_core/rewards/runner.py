@@ -8,8 +8,9 @@ from pebble import ProcessExpired, ProcessPool
 
 from rl_core.config.schema import RewardConfig
 from rl_core.errors import TransientError
+from rl_core.processes import PoolContext
 from rl_core.rewards.scorers import Row, resolve_scorer
-from rl_core.rewards.worker import RewardResult, ScoringContext, failure, score_chunk, start
+from rl_core.rewards.worker import RewardResult, failure, score_chunk, start
 
 __all__ = ["RewardResult", "RewardRunner", "Scoring", "check_scorers"]
 
@@ -125,7 +126,7 @@ class RewardRunner:
             max_workers=self.config.processes,
             initializer=start,
             initargs=(self.config.function,),
-            context=ScoringContext(),
+            context=PoolContext(),
         )
         if not pool.active:  # asking starts the processes
             raise TransientError("the scoring processes did not start")

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_core.data.protocol import DataProto
@@ -82,18 +84,19 @@ def to_batch(trajectories: list[Trajectory], width: int) -> DataProto:
     """
     longest = max(len(t.prompt_ids) for t in trajectories)
 
-    def padded(sequences: list[list], columns: int, dtype: torch.dtype, filler: int = 0) -> torch.Tensor:
-        out = torch.full((len(sequences), columns), filler, dtype=dtype)
-        for row, sequence in zip(out, sequences, strict=True):
-            row[: len(sequence)] = torch.tensor(sequence, dtype=dtype)
-        return out
+    def padded(sequences: list[list], columns: int, dtype: type[np.generic], filler: int = 0) -> torch.Tensor:
+        out = np.full((len(sequences), columns), filler, dtype=dtype)
+        length_B = np.array([len(sequence) for sequence in sequences])
+        # `fromiter` takes a sixth of the time of making tensors from lists.
+        out[np.arange(columns) < length_B[:, None]] = np.fromiter(chain(*sequences), dtype, length_B.sum())
+        return torch.from_numpy(out)
 
     batch = {
-        "prompts": padded([t.prompt_ids for t in trajectories], longest, torch.long),
-        "responses": padded([t.response_ids for t in trajectories], width, torch.long),
-        "response_mask": padded([t.response_mask for t in trajectories], width, torch.float32),
-        "rollout_log_probs": padded([t.log_probs for t in trajectories], width, torch.float32),
-        "version": padded([t.versions for t in trajectories], width, torch.long, filler=-1),
+        "prompts": padded([t.prompt_ids for t in trajectories], longest, np.int64),
+        "responses": padded([t.response_ids for t in trajectories], width, np.int64),
+        "response_mask": padded([t.response_mask for t in trajectories], width, np.float32),
+        "rollout_log_probs": padded([t.log_probs for t in trajectories], width, np.float32),
+        "version": padded([t.versions for t in trajectories], width, np.int64, filler=-1),
         "prompt_length": torch.tensor([len(t.prompt_ids) for t in trajectories]),
         "response_length": torch.tensor([len(t.response_ids) for t in trajectories]),
         "answer_start": torch.tensor([t.answer_start for t in trajectories]),

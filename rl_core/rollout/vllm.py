@@ -76,6 +76,7 @@ class VLLMEngine:
         self._runner = core.engine_core.model_executor.driver_worker.worker.model_runner
         self._parameters = {_plain(name) for name, _ in self._runner.get_model().named_parameters()}
         self._stored = set(WeightFiles(model).file_of)
+        self._as_stored = self._on_gpu and _keeps_layout(self._runner.get_model(), self._llm)
         self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size)
 
     async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
@@ -154,6 +155,8 @@ class VLLMEngine:
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
         """Names of the engine's parameters that were written."""
         model = self._runner.get_model()
+        if self._as_stored:
+            return {_plain(name) for name in model.load_weights(weights)}
         initialize_layerwise_reload(model)
         written = {_plain(name) for name in model.load_weights(weights)}
         finalize_layerwise_reload(model, self._runner.model_config)
@@ -197,6 +200,16 @@ def sampling_params(seed: int, sampling: Sampling) -> SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _keeps_layout(model: torch.nn.Module, llm: LLM) -> bool:
+    """Whether the engine computes with weights as they are stored, so that they can be written where they lie.
+
+    CPU kernels, quantised weights and experts are repacked; what is written into those goes through vLLM's reload,
+    which takes about twice the time.
+    """
+    plain = llm.llm_engine.model_config.quantization is None
+    return plain and not any("MoE" in type(module).__name__ for module in model.modules())
 
 
 def _plain(name: str) -> str:

@@ -205,7 +205,10 @@ class TrainEngine:
 
     def _whole(self, parameter: Tensor) -> Tensor:
         whole = parameter.detach().to(self.device)
-        return whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if not isinstance(whole, DTensor):
+            return whole
+        # A rank that is alone has all of it; gathering from nobody would cost a quarter of a weight push.
+        return whole.to_local() if whole.device_mesh.size() == 1 else whole.full_tensor()
 
     def state(self) -> dict[str, dict[str, Tensor] | Tensor]:
         """Trained weights, their Adam moments and the number of updates, as (sharded) tensors only, in the layout of a
