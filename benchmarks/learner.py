@@ -14,7 +14,8 @@ from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.cluster.placement import reserve
 from rl_core.cluster.resources import ray_session, resource_pools
 from rl_core.cluster.roles import Roles, start_groups
-from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker, Worker
+from rl_core.cluster.worker import Worker
+from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset

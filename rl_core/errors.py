@@ -12,6 +12,10 @@ class TransientError(RollforwardError):
     """Something outside the computation failed (lost worker, storage, deadline); a retry may succeed."""
 
 
+class WorkerLost(TransientError):
+    """A process of the run has gone, or can no longer reach the others of its group."""
+
+
 class InputError(RollforwardError):
     """Config, data, model or environment is not usable as given; retrying cannot help.
 

@@ -143,9 +143,13 @@ class Placement:
         # Ray numbers bundles as it likes; ranks follow the machines, so that each attempt has them in the same order.
         self.bundles = sorted(node_of, key=lambda bundle: order[node_of[bundle]])
 
-    def bundle_of(self, rank: int) -> int:
-        """The index of the bundle that holds a rank."""
-        return self.bundles[rank // self.pool.ranks_per_node]
+    def bundle_of(self, place: int) -> int:
+        """The index of the bundle that holds a place."""
+        return self.bundles[place // self.pool.ranks_per_node]
+
+    def whole(self) -> bool:
+        """Whether all its machines are there."""
+        return placement_group_table(self.group)["state"] == "CREATED"
 
 
 def reserve(pools: Sequence[ResourcePool], run: str, deadline: float) -> list[Placement]:

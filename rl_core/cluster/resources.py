@@ -60,20 +60,22 @@ class ResourcePool:
             bundle["GPU"] = float(self.ranks_per_node)
         return bundle
 
-    def rank_env(self, rank: int) -> dict[str, str]:
-        """What a rank's environment says of its place."""
+    def rank_env(self, place: int, group: range) -> dict[str, str]:
+        """What a rank's environment says of its place, which is one of the group's."""
         return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
+            "RANK": str(place - group.start),
+            "WORLD_SIZE": str(len(group)),
             # With one GPU visible to each actor, every rank's own device is number 0.
-            "LOCAL_RANK": "0" if self.use_gpu else str(rank % self.ranks_per_node),
+            "LOCAL_RANK": "0" if self.use_gpu else str(place % self.ranks_per_node),
         }
 
 
 def resource_pools(config: RunConfig) -> list[ResourcePool]:
-    """The run's pool, and where the reward model has one of its own, that one."""
+    """The run's pool, and those of rollouts and of the reward model where they have one of their own."""
     on_gpu, trainer, model = resolve_device(config.trainer) == "cuda", config.trainer, config.reward.model
     pools = [ResourcePool(trainer.nodes, trainer.ranks_per_node, on_gpu)]
+    if config.rollout.ranks_per_node:
+        pools.append(ResourcePool(config.rollout.nodes, config.rollout.ranks_per_node, on_gpu, "rollout"))
     if model.path and model.ranks_per_node:
         pools.append(ResourcePool(model.nodes, model.ranks_per_node, on_gpu, "reward.model"))
     return pools

@@ -1,8 +1,11 @@
-"""The worker groups of a run: actor with rollout and reference, and where they are needed, critic and reward model."""
+"""The worker groups of a run: actor with reference, rollout engines, and where they are needed, critic and reward
+model."""
 
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import resource_pools, shares, worker_env
 from rl_core.cluster.reward_model import RewardModelWorker, ScorerAndModel
+from rl_core.cluster.rollout_pool import RolloutPool
+from rl_core.cluster.rollouts import ColocatedRollouts, Rollouts
 from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.config.schema import OptimConfig, RunConfig
@@ -27,9 +30,10 @@ def start_groups(placement: Placement, classes: list[type], config: RunConfig) -
 
 
 class Roles:
-    """All worker groups of one run; they share one pool, but for a reward model that has its own."""
+    """All worker groups of one run; they share one pool, but for rollouts and a reward model that have their own."""
 
     reward_model: RayWorkerGroup | None = None
+    pool: RolloutPool | None = None
 
     def __init__(self, config: RunConfig, run: str) -> None:
         """Ends what an earlier attempt of the run left in the cluster, reserves the places and starts the processes.
@@ -40,11 +44,18 @@ class Roles:
         classes: list[type] = [ActorRolloutRefWorker] + [CriticWorker] * config.needs_critic
         judge: list[type] = [RewardModelWorker] if config.reward.model.path else []
         try:
-            placement, *own = reserve(resource_pools(config), run, config.trainer.call_timeout_s)
-            groups = start_groups(placement, classes if own else classes + judge, config)
-            groups += [group for place in own for group in start_groups(place, judge, config)]
+            reserved = reserve(resource_pools(config), run, config.trainer.call_timeout_s)
+            places = {placement.pool.setting: placement for placement in reserved}
+            own = "reward.model" in places
+            groups = start_groups(places["trainer"], classes if own else classes + judge, config)
+            if "rollout" in places:
+                self.pool = RolloutPool(places["rollout"], groups[0], config)
+            if own:
+                groups += start_groups(places["reward.model"], judge, config)
             for group in groups:
                 group.meet()
+            if self.pool:
+                self.pool.meet()
         except BaseException:
             end_attempts(run)
             raise
@@ -54,18 +65,28 @@ class Roles:
             self.reward_model = groups[-1]
 
     @property
+    def rollout(self) -> Rollouts:
+        """The rollout engines, on the actor's places or on their own."""
+        return self.pool or ColocatedRollouts(self.actor, self.config.rollout_ranks)
+
+    @property
     def critic(self) -> RayWorkerGroup:
         """The critic's group; only where the algorithm needs one."""
         return self.trained[1]
 
     def init_models(self, path: str, updates: int) -> None:
-        """Loads the checkpoint at `path` into the actor and the critic, and the reward model from its own.
+        """Loads the checkpoint at `path` into the actor, the critic and a pool of rollout engines, and the reward model
+        from its own.
 
         `updates` is the number of mini-batches in the run.
         """
         config = self.config
-        # First and alone, because the rollout engine measures what memory is free.
-        self.actor.init_model(path, config.actor.optim, updates * config.actor.ppo_epochs, config.needs_reference)
+        updates_of_actor = updates * config.actor.ppo_epochs
+        actor = self.actor.init_model.submit(path, config.actor.optim, updates_of_actor, config.needs_reference)
+        if self.pool:
+            self.pool.init_model(path)
+        # First and alone on its place, because a rollout engine there measures what memory is free.
+        actor.get()
         calls = [self.reward_model.init_model.submit()] if self.reward_model else []
         if config.needs_critic:
             optim = config.critic.optim

@@ -1,5 +1,6 @@
 """A group of Ray actors, one a rank, that is called like one object."""
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -27,6 +28,18 @@ class Host:
     def call(self, method: str, answers: bool, *args: Any) -> Any:
         """Runs a method; a rank that does not answer keeps its result, which another rank has too."""
         result = getattr(self.worker, method)(*args)
+        return result if answers else None
+
+
+class AsyncHost(Host):
+    """The actor of a rank whose methods may be coroutines: all run in one event loop, and each goes on while others
+    wait."""
+
+    async def call(self, method: str, answers: bool, *args: Any) -> Any:
+        """Runs a method, and waits for it if it is a coroutine."""
+        result = super().call(method, True, *args)
+        if inspect.isawaitable(result):
+            result = await result
         return result if answers else None
 
 
@@ -70,16 +83,21 @@ class RayWorkerGroup:
         share: float,
         deadline: float,
         sequence_parallel_size: int = 1,
+        places: range | None = None,
+        name: str = "",
+        host: type[Host] = Host,
     ) -> None:
         """Starts the actors, which have their places when this returns; `meet` waits for their workers.
 
-        `share` is each one's part of its place, `deadline` the seconds of one call at most.
+        `share` is each one's part of its place, `deadline` the seconds of one call at most. A group may take some of
+        the `places` only; its `name` in the run is the worker class's unless it is given.
         """
         pool = placement.pool
-        self.layout = Layout(pool.world_size, sequence_parallel_size)
-        self.deadline, self.name = deadline, worker_class.__name__
+        places = places or range(pool.world_size)
+        self.layout = Layout(len(places), sequence_parallel_size)
+        self.deadline, self.name = deadline, name or worker_class.__name__
         self._worker_class = worker_class
-        actor_class: Any = ray.remote(type(self.name, (Host,), {}))  # the name is that of the process, too
+        actor_class: Any = ray.remote(type(self.name, (host,), {}))  # the name is that of the process, too
         try:
             self.workers: list[Any] = [
                 actor_class.options(
@@ -89,16 +107,20 @@ class RayWorkerGroup:
                     num_gpus=share if pool.use_gpu else 0,
                     max_restarts=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        placement_group=placement.group, placement_group_bundle_index=placement.bundle_of(rank)
+                        placement_group=placement.group, placement_group_bundle_index=placement.bundle_of(place)
                     ),
-                    runtime_env={"env_vars": {**env, **pool.rank_env(rank)}},
+                    runtime_env={"env_vars": {**env, **pool.rank_env(place, places)}},
                 ).remote()
-                for rank in range(pool.world_size)
+                for rank, place in enumerate(places)
             ]
         except ActorAlreadyExistsError as error:
             raise TransientError(f"another attempt of this run is starting its workers: {error}") from error
         # Shares keep two ranks of a group off one device only if the group of the next smaller share comes after it.
-        self._call("placing", [worker.__ray_ready__.remote() for worker in self.workers]).get()
+        try:
+            self._call("placing", [worker.__ray_ready__.remote() for worker in self.workers]).get()
+        except BaseException:
+            self.kill()
+            raise
         self._started = self._call("start", [worker.start.remote(worker_class, args) for worker in self.workers])
 
     def meet(self) -> None:
@@ -106,6 +128,11 @@ class RayWorkerGroup:
         self._started.get()
         host, port = self._call("rendezvous", [self.workers[0].call.remote("rendezvous", True)]).get()[0]
         self._call("join", [worker.call.remote("join", True, host, port) for worker in self.workers]).get()
+
+    def kill(self) -> None:
+        """Ends all ranks at once."""
+        for worker in self.workers:
+            ray.kill(worker, no_restart=True)
 
     def _call(self, method: str, refs: list[ray.ObjectRef]) -> Call:
         return Call(self.name, method, refs, self.deadline, list)

@@ -1,4 +1,4 @@
-"""The roles that run on the ranks: actor with rollout engine and reference in one process, and the critic.
+"""The roles that train: actor with reference and colocated rollout engine in one process, and the critic.
 
 One process a device. `init_model` may be called again: it starts over from another checkpoint and keeps the live
 rollout engine, which gets the new weights pushed.
@@ -6,8 +6,9 @@ rollout engine, which gets the new weights pushed.
 
 import asyncio
 import gc
-import os
+import socket
 import statistics
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,21 +16,23 @@ from pathlib import Path
 import ray
 import torch
 import torch.distributed as dist
-from transformers.utils import logging as transformers_logging
 
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.config.schema import OptimConfig, RunConfig
+from rl_core.cluster.worker import Worker, sampling_of
+from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.metrics import Metrics
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
 from rl_core.models.lora import adapters_off, add_adapters
 from rl_core.rollout.agent_loop import roll_out
-from rl_core.rollout.engine import RolloutEngine, Sampling
+from rl_core.rollout.canary import Canary, canary_of
+from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.sharding_manager import ShardingManager
+from rl_core.rollout.transfer import NcclBroadcast, buckets
 from rl_core.storage import Store
 from rl_core.training.checkpoint import export_model, load_engine, save_engine
-from rl_core.training.engine import LossFunction, TrainEngine
+from rl_core.training.engine import DTYPES, LossFunction, TrainEngine
 from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
 from rl_core.training.place import make_place
 
@@ -37,40 +40,18 @@ from rl_core.training.place import make_place
 LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
 
 
-class Worker:
-    """A rank: its place in the process group and its device."""
+class TrainingWorker(Worker):
+    """A rank that trains: its place in the meshes of shards and sequences."""
 
     saved: Future[None]
 
-    def __init__(self, config: RunConfig) -> None:
-        """Takes the config; nothing heavy happens before `join`."""
-        self.config = config
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-
-    def rendezvous(self) -> tuple[str, int]:
-        """Rank 0 opens the meeting point of all ranks on a free port and says where it is."""
-        host = ray.util.get_node_ip_address()
-        self._meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self._meeting.port
-
     def join(self, host: str, port: int) -> None:
-        """Joins the process group; returns when all ranks have."""
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # vLLM reads these when it finds the group that is already there.
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        on_gpu = torch.cuda.is_available() and self.config.trainer.device != "cpu"
-        self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        if on_gpu:
-            torch.cuda.set_device(self.device)
-        else:
-            torch.set_num_threads(self.config.trainer.threads_per_rank)
-        store = self._meeting if rank == 0 else dist.TCPStore(host, port, is_master=False)
-        # What lies in the machine's memory is exchanged over gloo also where the device has NCCL.
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        engine = self.config.engine
-        self.place = make_place(self.device, world_size, self.config.shard_size, engine.sequence_parallel_size)
+        """Joins the process group and forms the meshes; returns when all ranks have."""
+        super().join(host, port)
+        config = self.config
+        self.place = make_place(
+            self.device, dist.get_world_size(), config.shard_size, config.engine.sequence_parallel_size
+        )
         self.save_group = dist.new_group(backend="gloo")
 
     @register(Dispatch.ONE_TO_ALL)
@@ -113,13 +94,15 @@ class Worker:
         return mean_of_updates(updates)
 
 
-class ActorRolloutRefWorker(Worker):
-    """The policy in training, the rollout engine that serves it, and its reference, on one device."""
+class ActorRolloutRefWorker(TrainingWorker):
+    """The policy in training and its reference on one device, with the rollout engine unless that has places of its
+    own."""
 
     actor: TrainEngine
     reference: TrainEngine
     rollout: RolloutEngine
     sharding: ShardingManager
+    link: NcclBroadcast | None = None
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, path: str, optim: OptimConfig, total_updates: int, reference: bool) -> None:
@@ -137,8 +120,12 @@ class ActorRolloutRefWorker(Worker):
         self.actor = self._train_engine(self._policy(), self.source, optim, total_updates)
         if reference and not lora.rank:
             self.reference = self._train_engine(self._policy(), self.source, None, 0)
+        if self.config.colocated:
+            self._init_rollout()
+
+    def _init_rollout(self) -> None:
+        lora = self.config.model.lora
         as_adapter = lora.rank > 0 and lora.push == "adapter"
-        length = self.config.data.max_prompt_length + self.config.data.max_response_length
         if "rollout" not in self.__dict__:
             from rl_core.rollout.vllm import VLLMEngine
 
@@ -146,7 +133,7 @@ class ActorRolloutRefWorker(Worker):
                 self.source,
                 self.config.rollout,
                 self.config.model.dtype,
-                length,
+                self.config.max_length,
                 self.device,
                 lora.rank if as_adapter else 0,
             )
@@ -156,7 +143,7 @@ class ActorRolloutRefWorker(Worker):
             self.rollout,
             self.config.model.dtype,
             self.config.rollout.canary_tolerance,
-            length,
+            self.config.max_length,
             as_adapter,
         )
 
@@ -174,10 +161,46 @@ class ActorRolloutRefWorker(Worker):
         """Gives the rollout engine's device memory to training."""
         self.rollout.sleep()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def canary(self) -> Canary:
+        """What the actor says of fixed tokens; for engines with places of their own."""
+        return canary_of(self.actor, self.config.max_length)
+
+    @register(Dispatch.RANK_ZERO)
+    def free_port(self) -> tuple[str, int]:
+        """This machine's address, and a port that nobody listens on."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as listener:
+            listener.bind((host, 0))
+            return host, listener.getsockname()[1]
+
+    @register(Dispatch.RANK_ZERO)
+    def link_rollouts(self, host: str, port: int, world_size: int) -> None:
+        """Meets the ranks of the rollout pool on CUDA, which are all of `world_size` but this first one."""
+        if self.link:
+            self.link.close()
+        self.link = NcclBroadcast(host, port, 0, world_size, self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> list[ray.ObjectRef]:
+        """Sends all weights to the rollout pool: over the link, or by Ray's object store, where rank 0 says what the
+        engines have to fetch."""
+        dtype = DTYPES[self.config.model.dtype]
+        whole = ((name, tensor.to(dtype)) for name, tensor in self.actor.full_parameters())
+        refs: list[ray.ObjectRef] = []
+        if dist.get_rank() > 0:
+            deque(whole, maxlen=0)  # takes part in gathering them
+        elif self.link:
+            self.link.send(buckets(whole))
+        else:
+            refs = [ray.put(bucket) for bucket in buckets(whole)]
+        self.actor.park()
+        return refs
+
     @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
-        sampling = Sampling(temperature, self.config.data.max_response_length, self.stop_token_ids)
+        sampling = sampling_of(self.config, temperature, self.stop_token_ids)
         return asyncio.run(roll_out(self.rollout, prompts, sampling, self.config.agent))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -233,7 +256,7 @@ class ActorRolloutRefWorker(Worker):
         export_model(self.actor, self.config.model.dtype, self.source, store, folder)
 
 
-class CriticWorker(Worker):
+class CriticWorker(TrainingWorker):
     """The value model and its optimizer."""
 
     @register(Dispatch.ONE_TO_ALL)

@@ -224,6 +224,11 @@ class RunConfig(Section):
         return self.world_size if self.colocated else self.rollout.nodes * (self.rollout.ranks_per_node or 0)
 
     @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence, prompt and response together."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
     def max_staleness(self) -> int:
         """Steps by which the weights that sample a token may be behind those that the step before made."""
         return {"sync": 0, "one_step_off": 1, "async": self.rollout.max_staleness}[self.rollout.mode]

@@ -1,5 +1,6 @@
 """Groups of real Ray actors on one local cluster."""
 
+import asyncio
 import contextlib
 import os
 import time
@@ -17,10 +18,10 @@ from rl_core.cluster import calls
 from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
-from rl_core.cluster.worker_group import RayWorkerGroup
+from rl_core.cluster.worker_group import AsyncHost, Host, RayWorkerGroup
 from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
-from rl_core.errors import InputError, TrainingError, TransientError, WorkerError
+from rl_core.errors import InputError, TrainingError, TransientError, WorkerError, WorkerLost
 
 HOME = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
 RUN = "s3://bucket/runs/one"
@@ -90,6 +91,16 @@ def worker_class() -> type:
             return "rested"
 
         @register(Dispatch.ONE_TO_ALL)
+        async def wait_for(self, name: str) -> str:
+            while self.name != name:
+                await asyncio.sleep(0.01)
+            return name
+
+        @register(Dispatch.ONE_TO_ALL)
+        def rename(self, name: str) -> None:
+            self.name = name
+
+        @register(Dispatch.ONE_TO_ALL)
         def die(self) -> None:
             os._exit(1)
 
@@ -126,9 +137,17 @@ def placement(ray_here: None) -> Iterator[Placement]:
     end_attempts(RUN)
 
 
-def make_group(placement: Placement, name: str = "me", sequence_parallel_size: int = 1) -> RayWorkerGroup:
+def make_group(
+    placement: Placement,
+    name: str = "me",
+    sequence_parallel_size: int = 1,
+    places: range | None = None,
+    host: type[Host] = Host,
+) -> RayWorkerGroup:
     env = {"EXTRA": "kept", "OMP_NUM_THREADS": "1"}
-    group = RayWorkerGroup(placement, worker_class(), (name,), env, 0.01, 60, sequence_parallel_size)
+    group = RayWorkerGroup(
+        placement, worker_class(), (name,), env, 0.01, 60, sequence_parallel_size, places=places, host=host
+    )
     group.meet()
     return group
 
@@ -226,8 +245,30 @@ def test_a_workers_own_error_reaches_the_driver(
         assert raised.value.__notes__[0].endswith(".fail on rank 1")
 
 
+def test_a_group_may_have_some_places_of_a_pool_and_calls_of_coroutines_go_on_side_by_side(
+    placement: Placement,
+) -> None:
+    group = make_group(placement, places=range(1, 2), host=AsyncHost)
+    assert group.place() == [("me", ("host", 1234), "0", "1", "1", "kept")]
+    waiting = group.wait_for.submit("renamed")
+    assert not waiting.settled()
+    group.rename("renamed")
+    assert waiting.get() == ["renamed"] and waiting.settled()
+
+
+def test_the_first_error_of_calls_that_need_each_other_ends_the_wait(placement: Placement) -> None:
+    group = make_group(placement, host=AsyncHost)
+    fine, hanging, failing = group.pid.submit(), group.wait_for.submit("never"), make_group(placement).die.submit()
+    assert calls.first_settled([hanging, fine]) is fine
+    with pytest.raises(WorkerLost, match="was lost during die"):
+        calls.finish_together([hanging, fine, failing])
+    group.kill()
+    with pytest.raises(WorkerLost, match="was lost during wait_for"):
+        hanging.get()
+
+
 def test_a_lost_worker_is_a_transient_error(failing_group: RayWorkerGroup) -> None:
-    with pytest.raises(TransientError, match=r"rank [01] of Worker\d+ was lost during die"):
+    with pytest.raises(WorkerLost, match=r"rank [01] of Worker\d+ was lost during die"):
         failing_group.die()
     with pytest.raises(TransientError, match=r"rank [01] of Worker\d+ was lost during place"):
         failing_group.place()
@@ -268,7 +309,7 @@ def test_the_root_cause_is_shown_not_the_broken_collective_it_leads_to(
 
 
 def joining_class() -> type:
-    from rl_core.cluster.workers import Worker
+    from rl_core.cluster.worker import Worker
 
     class Joining(Worker):
         @register(Dispatch.ONE_TO_ALL)

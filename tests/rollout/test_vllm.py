@@ -21,6 +21,7 @@ from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
 from rl_core.models.load import load_tokenizer
+from rl_core.rollout.canary import canary_of
 from rl_core.rollout.engine import Completion, Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
 from rl_core.storage import Store
@@ -288,7 +289,7 @@ def test_log_probs_come_only_where_they_are_asked_for(trainer: Trainer, vllm_eng
 def test_the_canary_fits_a_short_context(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
     sharding = ShardingManager(trainer.engine, vllm_engine, "float32", TOLERANCE, max_length=10)
     assert sharding.push(1) < TOLERANCE
-    assert len(sharding._canary_ids) == 9
+    assert len(canary_of(trainer.engine, 10).token_ids) == 9
 
 
 def test_sleeping_and_waking_keeps_the_weights(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:

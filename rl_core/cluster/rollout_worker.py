@@ -1,0 +1,80 @@
+"""A process of the pool of rollout engines."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.worker import Worker, sampling_of
+from rl_core.data.protocol import DataProto
+from rl_core.models.load import stop_tokens
+from rl_core.rollout.agent_loop import roll_out
+from rl_core.rollout.transfer import NcclBroadcast, unpack
+
+if TYPE_CHECKING:
+    from rl_core.rollout.vllm import VLLMEngine
+
+
+class RolloutWorker(Worker):
+    """A rank of one rollout engine; everything runs in one event loop, so weights change between decoding steps.
+
+    Rank 0 answers; the others take the same steps.
+    """
+
+    engine: "VLLMEngine"
+    link: NcclBroadcast | None = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self, path: str) -> None:
+        """Builds the engine from the checkpoint at `path`; a live one stays, and gets its weights pushed."""
+        config = self.config
+        self.stop_token_ids = stop_tokens(Path(path))
+        if "engine" not in self.__dict__:
+            from rl_core.rollout.vllm import VLLMEngine
+
+            self.engine = VLLMEngine(Path(path), config.rollout, config.model.dtype, config.max_length, self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def serve(self) -> None:
+        """Lasts as long as the process does: ranks other than the first follow its steps."""
+        while self.engine.follows:
+            await self.engine.follow()
+        await asyncio.Event().wait()
+
+    @register(Dispatch.RANK_ZERO)
+    async def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
+        """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
+        sampling = sampling_of(self.config, temperature, self.stop_token_ids)
+        return await roll_out(self.engine, prompts, sampling, self.config.agent)
+
+    @register(Dispatch.RANK_ZERO)
+    def pause(self) -> None:
+        """Stops decoding until `resume`."""
+        self.engine.pause()
+
+    @register(Dispatch.RANK_ZERO)
+    def resume(self) -> None:
+        """Goes on decoding with the weights that are there now."""
+        self.engine.resume()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def link_trainer(self, host: str, port: int, first: int, world_size: int) -> None:
+        """Meets the actor, which is rank 0 of the link, and the other engines on CUDA; `first` is this engine's first
+        rank there."""
+        if self.link:
+            self.link.close()
+        self.link = NcclBroadcast(host, port, first + int(os.environ["RANK"]), world_size, self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def receive_weights(self, version: int, refs: list[ray.ObjectRef]) -> None:
+        """Replaces all weights by what the actor sends: over the link, or by Ray's object store."""
+        buckets = self.link.receive() if self.link else iter(await asyncio.gather(*refs))
+        self.engine.update_weights((pair for bucket in buckets for pair in unpack(bucket)), version)
+
+    @register(Dispatch.RANK_ZERO)
+    def log_probs(self, token_ids: list[int]) -> list[float]:
+        """Log-probs at temperature 1 of the given tokens, from the second on."""
+        return self.engine.log_probs(token_ids)

@@ -1,0 +1,56 @@
+"""What the workers of all roles have in common."""
+
+import os
+
+import ray
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from rl_core.config.schema import RunConfig
+from rl_core.rollout.engine import Sampling
+
+
+class Worker:
+    """A rank: its place in the process group of its worker group, and its device."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Takes the config; nothing heavy happens before `join`."""
+        self.config = config
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Rank 0 opens the meeting point of all ranks on a free port and says where it is."""
+        host = ray.util.get_node_ip_address()
+        self._meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._meeting.port
+
+    def join(self, host: str, port: int) -> None:
+        """Joins the process group; returns when all ranks have."""
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # vLLM reads these when it finds the group that is already there.
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        on_gpu = torch.cuda.is_available() and self.config.trainer.device != "cpu"
+        self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(self.config.trainer.threads_per_rank)
+        store = self._meeting if rank == 0 else dist.TCPStore(host, port, is_master=False)
+        # What lies in the machine's memory is exchanged over gloo also where the device has NCCL.
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def sampling_of(config: RunConfig, temperature: float, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How a run's rollouts are drawn."""
+    rollout = config.rollout
+    return Sampling(
+        temperature,
+        config.data.max_response_length,
+        stop_token_ids,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.log_probs,
+    )
