@@ -67,6 +67,8 @@ async def roll_out(
                 group.create_task(live(trajectory, engine, sampling, config, partners))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # its kind decides about a retry
+    finally:
+        engine.finish_batch()
     batch = to_batch(trajectories, sampling.max_tokens)
     if not sampling.log_probs:
         batch.pop(["rollout_log_probs"])

@@ -33,6 +33,9 @@ class Recorded:
         self.asked.append((token_ids, seed, sampling.max_tokens))
         return Completion(token_ids, *TURNS[tuple(token_ids)])
 
+    def finish_batch(self) -> None:
+        pass
+
 
 class Echo:
     """Answers the first turn with two tokens, and gives rewards."""
