@@ -15,7 +15,7 @@ import torch
 from ray.util.placement_group import placement_group_table
 
 from rl_core.cluster import calls
-from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.dispatch import Dispatch, Layout, register
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
 from rl_core.cluster.worker_group import AsyncHost, Host, RayWorkerGroup
@@ -140,13 +140,13 @@ def placement(ray_here: None) -> Iterator[Placement]:
 def make_group(
     placement: Placement,
     name: str = "me",
-    sequence_parallel_size: int = 1,
+    layout: Layout | None = None,
     places: range | None = None,
     host: type[Host] = Host,
 ) -> RayWorkerGroup:
     env = {"EXTRA": "kept", "OMP_NUM_THREADS": "1"}
     group = RayWorkerGroup(
-        placement, worker_class(), (name,), env, 0.01, 60, sequence_parallel_size, places=places, host=host
+        placement, worker_class(), (name,), env, 0.01, 60, layout, places=places, host=host
     )
     group.meet()
     return group
