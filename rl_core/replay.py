@@ -4,12 +4,10 @@ A batch here is what `rl_core.steps.rollout_parquet` wrote: all responses of the
 what the step computed from them. Nothing is written, and no model is needed.
 """
 
-import io
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -49,20 +47,7 @@ class Comparison:
 
 def load_batch(data: bytes, config: RunConfig, where: str) -> DataProto:
     """The padded view of a step's parquet; raises InputError when it is damaged or lacks a column."""
-    try:
-        table = pq.read_table(io.BytesIO(data))
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(
-            "the rollouts of a step as parquet", str(error), where, "replay another step; this file is damaged"
-        ) from error
-    missing = [name for name in NEEDED if name not in table.column_names]
-    if missing:
-        raise InputError(
-            f"the columns {', '.join(NEEDED)}",
-            f"no {', '.join(missing)}",
-            where,
-            "replay a step of a run that this version trained",
-        )
+    table = steps.rollout_table(data, NEEDED, where)
     tensors, arrays = {}, {}
     for name in table.column_names:
         values, kind = table[name].to_pylist(), table.schema.field(name).type

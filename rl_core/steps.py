@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -272,3 +273,22 @@ def rollout_parquet(batch: DataProto) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer)
     return buffer.getvalue()
+
+
+def rollout_table(data: bytes, needed: Sequence[str], where: str) -> pa.Table:
+    """What `rollout_parquet` wrote; raises InputError when it is damaged or lacks a column of `needed`."""
+    try:
+        table = pq.read_table(io.BytesIO(data))
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(
+            "the rollouts of a step as parquet", str(error), where, "take another step; this file is damaged"
+        ) from error
+    missing = [name for name in needed if name not in table.column_names]
+    if missing:
+        raise InputError(
+            f"the columns {', '.join(needed)}",
+            f"no {', '.join(missing)}",
+            where,
+            "take a step of a run that this version trained",
+        )
+    return table

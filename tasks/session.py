@@ -35,6 +35,7 @@ from rl_core.trainer import PPOTrainer
 from rl_core.warm_start import FOLDER as WARM_START
 from tasks.registry import Registry
 from tasks.runs import Run
+from tasks.traces import Traces
 from tasks.tracking import Tracker, default_tracking_uri
 
 _current: ContextVar["Session"] = ContextVar("session")
@@ -180,9 +181,15 @@ class Session:
         left = (total - record["step"]) * sum(self._seconds) / len(self._seconds)
         self.console.step(record["step"], total, metrics, left)
 
+    @cached_property
+    def traces(self) -> Traces:
+        """What sends trajectories to MLflow."""
+        return Traces(self.tracker, self.store, self.tokenizer, self.config.tracking.traces_per_step)
+
     def flush_metrics(self, step: int) -> None:
-        """Sends to MLflow what it does not have yet of the records up to the committed `step`."""
+        """Sends to MLflow what it does not have yet of the records and traces up to the committed `step`."""
         self.tracker.flush(self.records(step))
+        self.traces.flush(step)
 
     def records(self, upto: int | None = None) -> list[dict[str, Any]]:
         """Ledger records of all committed steps, or of those up to `upto`."""

@@ -140,8 +140,43 @@ def mlflow_errors(uri: str) -> Iterator[None]:
                 "(MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD)",
             ) from error
         raise TransientError(f"MLflow at {uri} failed: {error.message}") from error
+    except NotImplementedError as error:
+        raise InputError(
+            expected="an MLflow server that can do what is asked of it",
+            seen=str(error),
+            where=f"MLflow at {uri}",
+            fix="update the server to the version of MLflow that is installed here",
+        ) from error
     except OSError as error:
         raise TransientError(f"MLflow at {uri} or its artifact store failed: {error}") from error
+
+
+class Outage:
+    """Lets training go on while MLflow fails; warns when that begins and when it is over."""
+
+    def __init__(self, uri: str, what: str) -> None:
+        """`what` names in the warning what is sent."""
+        self.uri, self.what = uri, what
+        self._warned = False
+
+    def probe(self) -> None:
+        """Raises TransientError while no server answers: not every step shall sit through MLflow's retries."""
+        if self.uri.startswith("http") and (problem := _server_problem(self.uri)):
+            raise TransientError(f"MLflow at {self.uri} failed: {problem}")
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Sending to MLflow; an error ends the block and is only warned about."""
+        try:
+            yield
+        except RollforwardError as error:
+            if not self._warned:
+                logger.warning("%s are kept and sent later. %s", self.what, error)
+            self._warned = True
+        else:
+            if self._warned:
+                logger.warning("MLflow at %s is back; %s were sent.", self.uri, self.what.lower())
+            self._warned = False
 
 
 class Tracker:
@@ -158,7 +193,7 @@ class Tracker:
         self._client = mlflow_client(uri)
         self._run_id: str | None = None
         self._last_step: int | None = None
-        self._warned = False
+        self._outage = Outage(uri, "Metrics")
 
     @property
     def run_id(self) -> str:
@@ -188,10 +223,8 @@ class Tracker:
         each time: what an outage held back is sent by the first call that gets through.
         """
         sent = 0
-        try:
-            # Without this probe every step of an outage would sit through MLflow's retries.
-            if self.uri.startswith("http") and (problem := _server_problem(self.uri)):
-                raise TransientError(f"MLflow at {self.uri} failed: {problem}")
+        with self._outage.passing():
+            self._outage.probe()
             run_id, last_step = self.run_id, self._last_logged_step()
             new = sorted((r for r in records if r["step"] > last_step), key=lambda r: r["step"])
             for batch, count, step in _batches(new):
@@ -199,16 +232,9 @@ class Tracker:
                     self._client.log_batch(run_id, metrics=batch)
                 self._last_step = step
                 sent += count
-        except RollforwardError as error:
-            # A call that failed here may still have arrived there: ask again before the next one.
-            self._last_step = None
-            if not self._warned:
-                logger.warning("Metrics are kept and sent later. %s", error)
-            self._warned = True
             return sent
-        if self._warned:
-            logger.warning("MLflow at %s is back; %d records were sent.", self.uri, sent)
-        self._warned = False
+        # A call that failed here may still have arrived there: ask again before the next one.
+        self._last_step = None
         return sent
 
     def log_file(self, content: Path | str, name: str) -> None:

@@ -174,6 +174,8 @@ class TrackingConfig(Section):
     """MLflow tracking server; unset uses a SQLite file under the home folder."""
     experiment: str = "rollforward"
     """MLflow experiment."""
+    traces_per_step: int = Field(0, ge=0)
+    """Trajectories of each step that become MLflow traces; each takes about 0.1 s."""
 
 
 class StorageConfig(Section):
