@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_core.steps import NAMED, rollout_table
 
 NEEDED = (
-    "uid", "row", "prompt_ids", "responses", "response_mask", "version", "rollout_log_probs", "answer_start",
+    "uid", "row", "prompt_ids", "responses", "response_mask", "version", "rollout_log_probs",
     "advantages", "token_level_scores", "token_level_shaped", "token_level_rewards", "turn_reward", "scored",
     "stop_reason", "status", "detail", "calls",
 )  # fmt: skip
@@ -40,7 +40,8 @@ class Turn:
 class Transcript:
     """A trajectory: the row `place` of a step's rollouts, which answers the row `row` of the data.
 
-    `answer` is the text that was scored; `score` is None where none was given. `rewards` are sums over all tokens.
+    `answer` is the last turn, which is what a scorer reads; `score` is None where none was given. `rewards` are sums
+    over all tokens.
     """
 
     place: int
@@ -83,12 +84,13 @@ def transcript(place: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBa
     """A row of a step's parquet as text, with special tokens except in the answer."""
     rewards = {name: float(sum(row[f"token_level_{name}"])) for name in ("scores", "shaped", "rewards")}
     named = {name.removeprefix(NAMED): value for name, value in row.items() if name.startswith(NAMED)}
+    last_turn = slice(*_sampled_spans(row["version"])[-1]) if row["version"] else slice(0)
     return Transcript(
         place=place,
         uid=row["uid"],
         row=row["row"],
         prompt=str(tokenizer.decode(row["prompt_ids"])),
-        answer=str(tokenizer.decode(row["responses"][row["answer_start"] :], skip_special_tokens=True)),
+        answer=str(tokenizer.decode(row["responses"][last_turn], skip_special_tokens=True)),
         score=rewards["scores"] if row["scored"] else None,
         rewards={**rewards, "turns": row["turn_reward"], **named},
         advantage=_trained_mean(row, slice(None)),

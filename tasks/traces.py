@@ -26,9 +26,10 @@ TRACED_TAG = "rollforward.traced_step"
 STEP_TAG = "rollforward.step"
 ROW_TAG = "rollforward.row"
 
+_MS = 1_000_000  # in ns
 # How long a turn was sampled is not recorded; spans of no length would have no order.
-_TURN_NS = 1_000_000
-_PREVIEW = 1000
+_TURN_NS = _MS
+_PREVIEW = 1000  # characters that MLflow keeps
 
 
 class Traces:
@@ -75,8 +76,10 @@ class Traces:
             client = TracingClient(self.tracker.uri)
             experiment_id = mlflow_client(self.tracker.uri).get_run(run_id).info.experiment_id
             spans: list[Span] = []
-            for each in found:
-                trace = trace_spans(each, sha256(f"{run_id}/{step}/{each.place}".encode()).digest()[:16], start_ns)
+            for rank, each in enumerate(found):
+                trace_id = sha256(f"{run_id}/{step}/{each.place}".encode()).digest()[:16]
+                # MLflow's page lists the newest first: a step's best becomes the upper one.
+                trace = trace_spans(each, trace_id, start_ns - rank * _MS)
                 info = trace_info(each, trace, experiment_id)
                 info.trace_metadata["mlflow.sourceRun"] = run_id
                 info.tags |= {RUN_TAG: self.tracker.run_name, KEY_TAG: self.tracker.run_key, STEP_TAG: str(step)}
@@ -107,8 +110,8 @@ def trace_info(transcript: Transcript, spans: "Sequence[Span]", experiment_id: s
     return TraceInfo(
         trace_id=root.trace_id,
         trace_location=TraceLocation.from_experiment_id(experiment_id),
-        request_time=root.start_time_ns // 1_000_000,
-        execution_duration=(root.end_time_ns - root.start_time_ns) // 1_000_000,
+        request_time=root.start_time_ns // _MS,
+        execution_duration=(root.end_time_ns - root.start_time_ns) // _MS,
         state=TraceState.ERROR if transcript.status == "failed" else TraceState.OK,
         request_preview=writable(transcript.prompt[:_PREVIEW])[:_PREVIEW],
         response_preview=writable(transcript.answer[:_PREVIEW])[:_PREVIEW],
@@ -184,6 +187,10 @@ def _span(trace: bytes, number: int, name: str, times: tuple[int, int], values: 
     from mlflow.entities import Span
 
     attributes = {"mlflow.traceRequestId": f"tr-{trace.hex()}", **values}
+    # MLflow's page marks spans by their exceptions, not by their status.
+    exception = {
+        "name": "exception", "time_unix_nano": times[1], "attributes": {"exception.message": writable(problem)}
+    }  # fmt: skip
     return Span.from_dict(
         {
             "trace_id": b64encode(trace).decode(),
@@ -193,6 +200,7 @@ def _span(trace: bytes, number: int, name: str, times: tuple[int, int], values: 
             "start_time_unix_nano": times[0],
             "end_time_unix_nano": times[1],
             "status": {"code": "STATUS_CODE_ERROR" if problem else "STATUS_CODE_OK", "message": writable(problem)},
+            "events": [exception] if problem else [],
             "attributes": {key: _json(value) for key, value in attributes.items()},
         }
     )

@@ -40,6 +40,7 @@ def test_failed_trajectories_keep_what_was_said_before(four: dict[int, Transcrip
     late, refused = four[2], four[3]
     assert [(turn.text, turn.tokens) for turn in late.turns] == [("{?}<|end|>", 4), ("", 0)]
     assert late.turns[1].read == ANSWER and late.turns[1].log_prob is None
+    assert late.answer == ""  # not what the tool said
     assert (late.status, late.stop_reason, late.score, late.advantage) == ("failed", "timeout", None, None)
     assert "agent.timeout_s" in late.detail
     assert (refused.turns, refused.answer, refused.status, refused.detail) == ([], "", "failed", "too long")
