@@ -102,7 +102,7 @@ def test_a_step_is_committed_after_the_next_ones_rollouts_and_before_its_end(und
 def test_a_manifest_holds_the_position_of_its_own_step(bench: Bench, undisturbed: list[str]) -> None:
     for step in range(1, STEPS + 1):
         manifest = bench.store("undisturbed").read_manifest(f"{CHECKPOINTS}/{step_name(step)}")
-        assert manifest and manifest["meta"]["loader"]["consumed"] == step * BATCH
+        assert manifest and manifest["meta"]["upcoming"]["loader"]["consumed"] == step * BATCH
     assert shards(bench.store("undisturbed"), 2) != shards(bench.store("undisturbed"), 3)
 
 
