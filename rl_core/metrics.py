@@ -55,8 +55,8 @@ def spread(name: str, values: Tensor) -> Metrics:
     }
 
 
-def batch_metrics(batch: DataProto) -> Metrics:
-    """Scores, rewards, lengths, groups, advantages, and the mismatch between rollout engine and trainer."""
+def batch_metrics(batch: DataProto, multi_turn: bool) -> Metrics:
+    """Scores, rewards, lengths, groups, advantages, turns, and the mismatch between rollout engine and trainer."""
     tensors, mask_BR, scored_B = batch.batch, batch.batch["response_mask"], batch.batch["scored"]
     score_B = tensors["token_level_scores"].sum(-1)
     group_B = group_index(list(batch.non_tensor_batch["uid"]))
@@ -73,17 +73,31 @@ def batch_metrics(batch: DataProto) -> Metrics:
         **spread("prompt_length", tensors["prompt_length"].float()),
         "response_length/truncated_share": float((stop == "length").mean()),
         **spread("advantage", tensors["advantages"][mask_BR > 0]),
-        **{
-            f"kl/{name}": value
-            for name, value in mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask_BR).items()
-        },
     }
+    if "rollout_log_probs" in tensors:
+        mismatch = mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask_BR)
+        metrics |= {f"kl/{name}": value for name, value in mismatch.items()}
+    if multi_turn:
+        metrics |= conversation_metrics(batch)
     for name, column in tensors.items():
         if name.startswith("reward_named/"):
             metrics |= spread(name, column[scored_B])
     if "values" in tensors:
         metrics |= value_metrics(tensors["values"], tensors["returns"], mask_BR)
     return metrics
+
+
+def conversation_metrics(batch: DataProto) -> Metrics:
+    """Turns, what tools and environment were asked and gave, and the share of trajectories that failed."""
+    calls = [call for row in batch.non_tensor_batch["calls"] for call in row]
+    return {
+        **spread("turns", batch.batch["turns"].float()),
+        **spread("turn_reward", batch.batch["turn_reward"]),
+        "tools/calls_mean": len(calls) / len(batch),
+        "tools/failed_share": sum(call["status"] != "ok" for call in calls) / max(len(calls), 1),
+        "tools/seconds_mean": sum(call["seconds"] for call in calls) / max(len(calls), 1),
+        "rollout/failed_share": float((batch.non_tensor_batch["status"] == "failed").mean()),
+    }
 
 
 def value_metrics(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> Metrics:

@@ -86,7 +86,7 @@ class PPOTrainer:
             with phase("advantage"):
                 batch, shaping = steps.shape(batch, config, self.kl_controller)
                 batch = steps.advantages(batch, config)
-                metrics |= shaping | batch_metrics(batch)
+                metrics |= shaping | batch_metrics(batch, config.multi_turn)
                 self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
                 rows = steps.training_rows(batch, config, step)
             tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())

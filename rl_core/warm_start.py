@@ -1,5 +1,6 @@
 """The supervised start: cross-entropy on the training rows' reference answers, before reinforcement."""
 
+import itertools
 from collections.abc import Callable
 from statistics import fmean
 
@@ -12,6 +13,7 @@ from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import DataProto
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError
+from rl_core.rollout.chat import ChatTemplate, Message
 from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.storage import Store
 
@@ -26,6 +28,7 @@ def warm_start(
     roles: Roles,
     tokenizer: PreTrainedTokenizerBase,
     store: Store,
+    chat: ChatTemplate,
     on_step: Callable[[int, float], None],
 ) -> None:
     """Trains the actor, which `Roles.init_warm_start` has loaded, and commits the result as folder `warm_start`.
@@ -38,7 +41,7 @@ def warm_start(
     for step in range(1, config.warm_start.steps + 1):
         chosen = [rows[i] for i in loader.next()]
         answers = [reference_response(row) for row in chosen]
-        batch = supervised_batch([row["prompt_ids"] for row in chosen], answers, tokenizer, config)
+        batch = supervised_batch([row["prompt_ids"] for row in chosen], answers, tokenizer, chat, config)
         losses.append(roles.actor.update_supervised(batch)["loss"])
         on_step(step, losses[-1])
         if fmean(losses[-RECENT:]) <= config.warm_start.stop_loss:
@@ -48,19 +51,43 @@ def warm_start(
 
 
 def supervised_batch(
-    prompts: list[list[int]], answers: list[str], tokenizer: PreTrainedTokenizerBase, config: RunConfig
+    prompts: list[list[int]],
+    answers: list[str | list[Message]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatTemplate,
+    config: RunConfig,
 ) -> DataProto:
-    """Prompts with their reference answers and the end token as a batch; InputError for an answer that is too long."""
+    """Prompts with their reference answers as a batch; what answers the policy's turns has mask 0.
+
+    Raises InputError for an answer that is too long.
+    """
     longest = config.data.max_response_length
     trajectories = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        ids = tokenizer.encode(answer, add_special_tokens=False) + [tokenizer.eos_token_id]
-        if len(ids) > longest:
+        turns = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+        trajectories.append(conversation(prompt, turns, tokenizer, chat))
+        length = len(trajectories[-1].response_ids)
+        if length > longest:
             raise InputError(
                 f"reference answers of at most {longest} tokens for the warm start",
-                f"one of {len(ids)} tokens: {answer[:60]!r}…",
+                f"one of {length} tokens: {turns[0]['content'][:60]!r}…",
                 "data.max_response_length",
-                f"set data.max_response_length={len(ids)} or warm_start.steps=0",
+                f"set data.max_response_length={length} or warm_start.steps=0",
             )
-        trajectories.append(Trajectory(prompt, 0, response_ids=ids, response_mask=[1] * len(ids)))
     return to_batch(trajectories, longest)
+
+
+def conversation(
+    prompt: list[int], messages: list[Message], tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate
+) -> Trajectory:
+    """A conversation of which the assistant's messages are the policy's, each with its end token."""
+    trajectory = Trajectory(prompt, 0)
+    for own, group in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
+        if own:
+            for message in group:
+                ids = tokenizer.encode(message["content"], add_special_tokens=False) + [tokenizer.eos_token_id]
+                trajectory.response_ids += ids
+                trajectory.response_mask += [1] * len(ids)
+        else:
+            trajectory.append(chat.appended_ids(list(group), trajectory.response_ids[-1]))
+    return trajectory

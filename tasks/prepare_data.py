@@ -12,7 +12,8 @@ from tasks.stage import stage
 def prepare_data() -> dict[str, Any]:
     """Commits the rows once; returns their counts and hash."""
     session = current_session()
-    facts = prepare.prepare_data(session.config, session.store, session.tokenizer)
+    assert session.chat  # a template that cannot take tools or environment is refused before anything is made
+    facts = prepare.prepare_data(session.config, session.store, session.tokenizer, session.tools_of)
     check_scorers(session.config.reward, session.train_rows.rows + session.val_rows.rows)
     session.tracker.set_tags({"rollforward.data_hash": facts["data_hash"]})
     session.console.note(f"{facts['train_rows']} training rows, {facts['val_rows']} held out")

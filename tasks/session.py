@@ -21,11 +21,15 @@ from rl_core.commit import CHECKPOINTS
 from rl_core.config.compose import config_hash, flatten, to_yaml
 from rl_core.config.schema import RunConfig
 from rl_core.console import Console
-from rl_core.data.dataset import RLHFDataset
+from rl_core.data.dataset import RLHFDataset, ToolsOf
 from rl_core.ledger import Ledger
-from rl_core.models.load import check_model_folder, load_tokenizer
+from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.models.tiny import save_tiny_model
 from rl_core.rewards.runner import RewardRunner, Scoring
+from rl_core.rollout.chat import ChatTemplate
+from rl_core.rollout.partners import chat_template
+from rl_core.rollout.tool_runner import tool_schemas
+from rl_core.rollout.toolbox import row_schemas
 from rl_core.storage import Store
 from rl_core.trainer import PPOTrainer
 from rl_core.warm_start import FOLDER as WARM_START
@@ -95,14 +99,29 @@ class Session:
         return load_tokenizer(self.base_model)
 
     @cached_property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the policy may call."""
+        return tool_schemas(self.config.agent)
+
+    @cached_property
+    def tools_of(self) -> ToolsOf:
+        """The schemas of a row's tools."""
+        return row_schemas(self.tools)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The chat template as it is used within conversations; InputError when it cannot be."""
+        return chat_template(self.tokenizer, self.tools, self.config.agent, stop_tokens(self.base_model))
+
+    @cached_property
     def train_rows(self) -> RLHFDataset:
         """The committed training rows."""
-        return RLHFDataset.load(self.store, "train", self.tokenizer)
+        return RLHFDataset.load(self.store, "train", self.tokenizer, self.tools_of)
 
     @cached_property
     def val_rows(self) -> RLHFDataset:
         """The committed held-out rows."""
-        return RLHFDataset.load(self.store, "val", self.tokenizer)
+        return RLHFDataset.load(self.store, "val", self.tokenizer, self.tools_of)
 
     @property
     def policy_model(self) -> Path:

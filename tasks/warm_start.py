@@ -18,4 +18,6 @@ def warm_start() -> None:
             session.console.note(f"supervised step {step}/{total}  loss {loss:.3f}")
 
     session.roles.init_warm_start(str(session.base_model))
-    supervised.warm_start(session.config, session.train_rows, session.roles, session.tokenizer, session.store, show)
+    supervised.warm_start(
+        session.config, session.train_rows, session.roles, session.tokenizer, session.store, session.chat, show
+    )

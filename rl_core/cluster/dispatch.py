@@ -1,7 +1,8 @@
 """How one call on the driver becomes calls on the ranks, and their results one result.
 
 Ranks that share each sequence (sequence parallelism) follow each other: rank // sequence_parallel_size is the index of
-a rank's data-parallel group, and all ranks of a group get the same rows.
+a rank's data-parallel group, and all ranks of a group get the same rows. So do the ranks of a rollout engine (tensor
+parallelism) when responses are sampled.
 """
 
 from collections.abc import Callable
@@ -27,15 +28,24 @@ class Dispatch(Enum):
     DP_COMPUTE_METRIC = (
         "DataProto split over the data-parallel groups (must divide); rank 0's result, which all ranks share"
     )
-    ROLLOUT_COMPUTE_PROTO = "DataProto split over all ranks (padded when it does not divide); DataProto joined again"
+    ROLLOUT_COMPUTE_PROTO = (
+        "DataProto split over the rollout engines (padded when it does not divide); DataProto joined again from the "
+        "first rank of each engine"
+    )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a group: `world_size` of them, each `sequence_parallel_size` in a row sharing their sequences."""
+    """The ranks of a group: `world_size` of them, each `sequence_parallel_size` in a row sharing their sequences, and
+    each `tensor_parallel_size` in a row a rollout engine."""
 
     world_size: int
     sequence_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+
+    def sharing(self, mode: Dispatch) -> int:
+        """How many ranks in a row get the same rows."""
+        return self.tensor_parallel_size if mode is Dispatch.ROLLOUT_COMPUTE_PROTO else self.sequence_parallel_size
 
     def called(self, mode: Dispatch) -> range:
         """The ranks that run the method."""
@@ -45,7 +55,8 @@ class Layout:
         """The ranks whose results are collected."""
         if mode in (Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_METRIC):
             return range(1)
-        return range(0, self.world_size, self.sequence_parallel_size if mode is Dispatch.DP_COMPUTE_PROTO else 1)
+        split = mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ROLLOUT_COMPUTE_PROTO)
+        return range(0, self.world_size, self.sharing(mode) if split else 1)
 
 
 def register(dispatch_mode: Dispatch) -> Callable[[Method], Method]:
@@ -67,7 +78,7 @@ def split(mode: Dispatch, layout: Layout, args: tuple[Any, ...]) -> tuple[list[t
         if any(len(arg) != world_size for arg in args):
             raise ValueError(f"lists of {[len(arg) for arg in args]} entries for {world_size} ranks")
         return list(zip(*args, strict=True)), 0
-    sharing = 1 if mode is Dispatch.ROLLOUT_COMPUTE_PROTO else layout.sequence_parallel_size
+    sharing = layout.sharing(mode)
     padding = 0
     columns = []
     for arg in args:

@@ -1,6 +1,7 @@
 """The worker groups of a run: actor with reference, rollout engines, and where they are needed, critic and reward
 model."""
 
+from rl_core.cluster.dispatch import Layout
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import resource_pools, shares, worker_env
 from rl_core.cluster.reward_model import RewardModelWorker, ScorerAndModel
@@ -23,10 +24,16 @@ def start_groups(placement: Placement, classes: list[type], config: RunConfig) -
             worker_env(config.trainer),
             share,
             config.trainer.call_timeout_s,
-            config.engine.sequence_parallel_size,
+            layout_of(config) if placement.pool.setting == "trainer" else None,
         )
         for worker_class, share in zip(classes, shares(len(classes)), strict=True)
     ]
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """How the ranks that train share sequences and, where they also roll out, engines."""
+    engines = config.rollout.tensor_parallel_size if config.colocated else 1
+    return Layout(config.world_size, config.engine.sequence_parallel_size, engines)
 
 
 class Roles:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker, sampling_of
+from rl_core.cluster.worker import Worker, sampling_of, start_partners
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import stop_tokens
 from rl_core.rollout.agent_loop import roll_out
@@ -28,7 +28,7 @@ class RolloutWorker(Worker):
     link: NcclBroadcast | None = None
 
     @register(Dispatch.ONE_TO_ALL)
-    def init_model(self, path: str) -> None:
+    async def init_model(self, path: str) -> None:
         """Builds the engine from the checkpoint at `path`; a live one stays, and gets its weights pushed."""
         config = self.config
         self.stop_token_ids = stop_tokens(Path(path))
@@ -36,6 +36,7 @@ class RolloutWorker(Worker):
             from rl_core.rollout.vllm import VLLMEngine
 
             self.engine = VLLMEngine(Path(path), config.rollout, config.model.dtype, config.max_length, self.device)
+            self.partners = None if self.engine.follows else await start_partners(config, Path(path))
 
     @register(Dispatch.ONE_TO_ALL)
     async def serve(self) -> None:
@@ -48,7 +49,7 @@ class RolloutWorker(Worker):
     async def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
         sampling = sampling_of(self.config, temperature, self.stop_token_ids)
-        return await roll_out(self.engine, prompts, sampling, self.config.agent)
+        return await roll_out(self.engine, prompts, sampling, self.config.agent, self.partners)
 
     @register(Dispatch.RANK_ZERO)
     def pause(self) -> None:

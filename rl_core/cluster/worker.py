@@ -1,6 +1,7 @@
 """What the workers of all roles have in common."""
 
 import os
+from pathlib import Path
 
 import ray
 import torch
@@ -9,6 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from rl_core.config.schema import RunConfig
 from rl_core.rollout.engine import Sampling
+from rl_core.rollout.partners import ToolPartners
 
 
 class Worker:
@@ -43,14 +45,24 @@ class Worker:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
+async def start_partners(config: RunConfig, source: Path) -> ToolPartners | None:
+    """Who answers the policy's turns, or None in runs of one turn."""
+    if not config.multi_turn:
+        return None
+    partners = ToolPartners(config, source)
+    await partners.start()
+    return partners
+
+
 def sampling_of(config: RunConfig, temperature: float, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """How a run's rollouts are drawn."""
+    """How a run's rollouts are drawn; log-probs of a part of the vocabulary would compare with nothing."""
     rollout = config.rollout
+    whole = rollout.top_p == 1 and not rollout.top_k
     return Sampling(
         temperature,
         config.data.max_response_length,
         stop_token_ids,
         rollout.top_p,
         rollout.top_k,
-        rollout.log_probs,
+        rollout.log_probs and whole,
     )

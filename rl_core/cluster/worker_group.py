@@ -82,7 +82,7 @@ class RayWorkerGroup:
         env: dict[str, str],
         share: float,
         deadline: float,
-        sequence_parallel_size: int = 1,
+        layout: Layout | None = None,
         places: range | None = None,
         name: str = "",
         host: type[Host] = Host,
@@ -94,7 +94,7 @@ class RayWorkerGroup:
         """
         pool = placement.pool
         places = places or range(pool.world_size)
-        self.layout = Layout(len(places), sequence_parallel_size)
+        self.layout = layout or Layout(len(places))
         self.deadline, self.name = deadline, name or worker_class.__name__
         self._worker_class = worker_class
         actor_class: Any = ray.remote(type(self.name, (host,), {}))  # the name is that of the process, too

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker, sampling_of
+from rl_core.cluster.worker import Worker, sampling_of, start_partners
 from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.metrics import Metrics
@@ -138,6 +138,9 @@ class ActorRolloutRefWorker(TrainingWorker):
                 lora.rank if as_adapter else 0,
             )
             self.rollout.sleep()
+            self.loop = asyncio.new_event_loop()
+            partners = None if self.rollout.follows else start_partners(self.config, self.source)
+            self.partners = self.loop.run_until_complete(partners) if partners else None
         self.sharding = ShardingManager(
             self.actor,
             self.rollout,
@@ -200,8 +203,12 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
+        if self.rollout.follows:
+            self.loop.run_until_complete(self.rollout.follow())
+            return prompts  # nobody asks a rank that follows
         sampling = sampling_of(self.config, temperature, self.stop_token_ids)
-        return asyncio.run(roll_out(self.rollout, prompts, sampling, self.config.agent))
+        rollouts = roll_out(self.rollout, prompts, sampling, self.config.agent, self.partners)
+        return self.loop.run_until_complete(rollouts)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:

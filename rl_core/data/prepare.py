@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config.schema import DataConfig, RunConfig
-from rl_core.data.dataset import check_tokenizer, encode_prompt
+from rl_core.data.dataset import ToolsOf, check_tokenizer, encode_prompt, without_tools
 from rl_core.data.rows import Row, canonical, content_hash, parquet_bytes, to_table
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val")
 
 
-def prepare_data(config: RunConfig, store: Store, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def prepare_data(
+    config: RunConfig, store: Store, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf = without_tools
+) -> dict[str, Any]:
     """Make, check and commit the rows as `data/train.parquet` and `data/val.parquet`; once done, only look it up.
 
     Returns {source, train_rows, val_rows, dropped: {reason: {split: count}}, data_hash}. Raises InputError when
@@ -23,15 +25,19 @@ def prepare_data(config: RunConfig, store: Store, tokenizer: "PreTrainedTokenize
     """
     manifest = store.read_manifest("data")
     if manifest is None:
-        manifest = _prepare(config, store, tokenizer)
+        manifest = _prepare(config, store, tokenizer, tools_of)
     meta: dict[str, Any] = manifest["meta"]
     return meta
 
 
-def _prepare(config: RunConfig, store: Store, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def _prepare(
+    config: RunConfig, store: Store, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf
+) -> dict[str, Any]:
     check_tokenizer(tokenizer, config.model.path)
     made = load_source(config.data.source).rows(config.data, config.trainer.seed)
-    splits = {name: _fitting(rows, name, config.data, tokenizer) for name, rows in zip(SPLITS, made, strict=True)}
+    splits = {
+        name: _fitting(rows, name, config.data, tokenizer, tools_of) for name, rows in zip(SPLITS, made, strict=True)
+    }
     dropped = {name: len(rows) - len(splits[name]) for name, rows in zip(SPLITS, made, strict=True)}
     _check_enough(splits, dropped, config.data)
     _check_disjoint(splits["train"], splits["val"])
@@ -49,12 +55,14 @@ def _prepare(config: RunConfig, store: Store, tokenizer: "PreTrainedTokenizerBas
     return store.commit_folder("data", meta)
 
 
-def _fitting(rows: list[Row], split: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Row]:
+def _fitting(
+    rows: list[Row], split: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf
+) -> list[Row]:
     """Rows whose prompt is short enough."""
     kept = []
     for number, row in enumerate(rows, start=1):
         where = f"{split} row {number}"
-        length = len(encode_prompt(tokenizer, row["prompt"], where))
+        length = len(encode_prompt(tokenizer, row["prompt"], where, tools_of(row)))
         if length <= config.max_prompt_length:
             kept.append(row)
         elif config.overlong_prompts == "error":

@@ -26,8 +26,12 @@ class Partner(Protocol):
         """
         ...
 
-    async def close(self, trajectory: Trajectory) -> None:
-        """Adds the last rewards and lets go of what the conversation held."""
+    async def finish(self, trajectory: Trajectory) -> None:
+        """Adds the last rewards to a trajectory that has ended well."""
+        ...
+
+    async def release(self) -> None:
+        """Lets go of what the conversation held."""
         ...
 
 
@@ -48,7 +52,8 @@ async def roll_out(
 ) -> DataProto:
     """Conversations on the rows' `prompt_ids` with the rows' `seed`, joined to the rows as `to_batch` describes.
 
-    `sampling.max_tokens` is the room for a whole response, which is all turns and all answers to them.
+    `sampling.max_tokens` is the room for a whole response, which is all turns and all answers to them. Without
+    log-probs there is no column `rollout_log_probs`.
     """
     rows = prompts.non_tensor_batch
     given: Any = rows.get("row", [{}] * len(prompts))
@@ -62,7 +67,12 @@ async def roll_out(
                 group.create_task(live(trajectory, engine, sampling, config, partners))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # its kind decides about a retry
-    return prompts.union(to_batch(trajectories, sampling.max_tokens))
+    finally:
+        engine.finish_batch()
+    batch = to_batch(trajectories, sampling.max_tokens)
+    if not sampling.log_probs:
+        batch.pop(["rollout_log_probs"])
+    return prompts.union(batch)
 
 
 async def live(
@@ -78,14 +88,13 @@ async def live(
         async with asyncio.timeout(config.timeout_s):
             partner = await partners.meet(trajectory) if partners else None
             await _converse(trajectory, engine, sampling, config, partner)
-            if partner:
-                await partner.close(trajectory)
-                partner = None
+            if partner and trajectory.state is TrajectoryState.COMPLETED:
+                await partner.finish(trajectory)
     except TimeoutError:
         trajectory.fail("timeout", f"no end within agent.timeout_s={config.timeout_s:g} s")
     finally:
         if partner:
-            await partner.close(trajectory)
+            await partner.release()
 
 
 async def _converse(

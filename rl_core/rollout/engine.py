@@ -53,6 +53,19 @@ class RolloutEngine(Protocol):
         """Log-probs at temperature 1 of the given tokens, from the second on."""
         ...
 
+    @property
+    def follows(self) -> bool:
+        """Whether this is a rank of the engine that only takes the steps of another one."""
+        ...
+
+    async def follow(self) -> None:
+        """Takes the steps of the engine's first rank until that one has finished a batch."""
+        ...
+
+    def finish_batch(self) -> None:
+        """Lets the ranks that follow go, once everything that was asked for has been sampled."""
+        ...
+
     def pause(self) -> None:
         """Stops decoding; requests that are under way or come in wait until `resume`."""
         ...

@@ -57,6 +57,12 @@ class ToolRunner:
         """Ends all processes and sessions, whatever they are doing."""
         await asyncio.gather(self._pool.close(), *(server.close() for server in self._servers))
 
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """OpenAI function schemas of all tools, once started."""
+        own = [factory().schema() for factory in self._factories.values()]
+        return [*own, *(server.tools[name] for name, server in self._served.items())]
+
     async def open(self, row: dict[str, Any]) -> Toolbox:
         """The tools of a row's trajectory, created; raises ToolFailure when one cannot be, InputError for unknown ones.
 

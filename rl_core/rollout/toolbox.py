@@ -4,7 +4,7 @@ import asyncio
 import json
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -30,7 +30,7 @@ class ToolOutcome:
     """How a call ended; `text` is what the policy reads, `detail` the traceback, if any."""
 
     text: str
-    status: Literal["ok", "unknown_tool", "bad_arguments", "error", "timeout"]
+    status: Literal["ok", "broken_call", "unknown_tool", "bad_arguments", "too_many", "error", "timeout"]
     seconds: float
     reward: float = 0.0
     detail: str = ""
@@ -167,6 +167,12 @@ def tools_of_row(row: dict[str, Any], names: list[str]) -> dict[str, dict[str, K
         for key in kwargs:
             _known(key, allowed, f"extra_info.tools_kwargs.{name}", "name a method of the tool")
     return chosen
+
+
+def row_schemas(schemas: list[dict[str, Any]]) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    """A function of a row that gives the schemas of its tools, as `tools_of_row` chooses them."""
+    by_name = {schema["function"]["name"]: schema for schema in schemas}
+    return lambda row: [by_name[name] for name in tools_of_row(row, list(by_name))]
 
 
 def without_none(value: Any) -> Any:

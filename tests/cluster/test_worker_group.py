@@ -183,7 +183,7 @@ def test_rows_keep_their_order_over_the_ranks(group: RayWorkerGroup, count: int)
 def test_ranks_that_share_sequences_get_the_same_rows_and_the_first_answers(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = make_group(placement, sequence_parallel_size=2)
+    group = make_group(placement, layout=Layout(2, 2))
     put = []
     monkeypatch.setattr(ray, "put", lambda value, real=ray.put: put.append(value) or real(value))
     result = group.double(DataProto({"x": torch.arange(3)}), 1)

@@ -33,6 +33,9 @@ class Recorded:
         self.asked.append((token_ids, seed, sampling.max_tokens))
         return Completion(token_ids, *TURNS[tuple(token_ids)])
 
+    def finish_batch(self) -> None:
+        pass
+
 
 class Echo:
     """Answers the first turn with two tokens, and gives rewards."""
@@ -49,9 +52,11 @@ class Echo:
         trajectory.reward += 0.5
         return self.tokens
 
-    async def close(self, trajectory: Trajectory) -> None:
-        self.closed += 1
+    async def finish(self, trajectory: Trajectory) -> None:
         trajectory.reward += 1.0
+
+    async def release(self) -> None:
+        self.closed += 1
 
 
 class Broken(Echo):

@@ -20,8 +20,8 @@ class Source(Protocol):
     def rows(self, config: "DataConfig", seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Training rows and held-out rows; raises InputError when they cannot be had as asked."""
 
-    def reference_response(self, row: dict[str, Any]) -> str:
-        """The text that a perfect model would answer."""
+    def reference_response(self, row: dict[str, Any]) -> str | list[dict[str, str]]:
+        """The text that a perfect model would answer; where it calls tools, its turns and what answers them."""
 
 
 def source_names() -> list[str]:

@@ -1,0 +1,316 @@
+"""Tool calls in the text of a model's turn, one parser a form of writing them.
+
+The text is a stranger's: nothing of it is evaluated, the time is linear in its length, and what cannot be read becomes
+a call with an error for the model, never an exception.
+"""
+
+import ast
+import functools
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MAX_CALLS = 1000
+"""Calls in one turn; what follows them is one broken call."""
+MAX_DEPTH = 64
+"""Levels of lists and objects in a call's arguments, so that whatever handles them later can recurse."""
+MAX_PYTHON = 100_000
+"""Characters of a turn that Python's own parser is given."""
+
+Schemas = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What the model asks for; with an `error`, which is said to the model, there is nothing to run."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+
+
+Parser = Callable[[str, Schemas], tuple[str, list[ToolCall]]]
+Reader = Callable[[str, Schemas], Iterator[str | ToolCall]]
+"""Gives the pieces of a turn in their order: text outside of calls, and calls."""
+
+_SPACE = re.compile(r"\s*")
+_NAME = re.compile(r"[\w.:/-]{1,128}")
+_JSON = json.JSONDecoder()
+_JSON_CALL_BEGINS = re.compile(r'\s*\{\s*"name"\s*:')
+_PYTHON_CALL_BEGINS = re.compile(r"\[\s*[^\W\d][\w.]*\s*\(\s*(?:\)|[^\W\d]\w*\s*=)")
+# Templates and models write these as Python does, too.
+_WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "none": None}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+
+
+def _hermes(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
+    def read(block: str) -> tuple[ToolCall, int]:
+        value, end = _read_json(block)
+        return _object_call(value, "arguments"), end
+
+    return _tagged(text, read)
+
+
+def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
+    def read(block: str) -> tuple[ToolCall, int]:
+        name, at = _until(block, _expect(block, 0, "<function="), ">")
+        properties = schemas.get(name, {}).get("properties", {})
+        arguments = {}
+        while not block.startswith("</function>", at := _skip(block, at)):
+            key, at = _until(block, _expect(block, at, "<parameter="), ">")
+            value, at = _until(block, at, "</parameter>")
+            arguments[key] = _convert(key, value.removeprefix("\n").removesuffix("\n"), properties.get(key, {}))
+        return _call(name, arguments), _expect(block, at, "</function>")
+
+    return _tagged(text, read)
+
+
+def _llama3(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
+    before, tag, rest = text.partition("<|python_tag|>")
+    # Without the tag, JSON is a call only when it is the whole turn's beginning and has the members of one.
+    surely = bool(tag)
+    if surely:
+        yield before
+    else:
+        rest = text
+    at = 0
+    while True:
+        try:
+            value, at = _read_json(rest, at)
+        except ValueError as problem:
+            yield _broken(problem) if surely or _JSON_CALL_BEGINS.match(rest) else rest
+            return
+        if not surely and not (isinstance(value, dict) and {"name", "parameters"} <= value.keys()):
+            yield rest
+            return
+        yield _object_call(value, "parameters")
+        surely = True
+        at = _skip(rest, at)
+        separated = rest.startswith(";", at)
+        at = _skip(rest, at + separated)
+        if not separated or at == len(rest):
+            yield rest[at:]
+            return
+
+
+def _mistral(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
+    outside, *blocks = text.split("[TOOL_CALLS]")
+    yield outside
+    for block in blocks:
+        start = _skip(block, 0)
+        try:
+            if block.startswith("[", start):
+                calls, end = _read_json(block)
+                yield from (_object_call(value, "arguments") for value in calls)
+            else:
+                start = max(block.find("{"), 0)
+                arguments, end = _read_json(block, start)
+                name = block[:start].strip().removesuffix("[ARGS]").partition("[CALL_ID]")[0]
+                yield _call(name, arguments)
+        except ValueError as problem:
+            yield _broken(problem)
+        else:
+            yield block[end:]
+
+
+def _pythonic(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
+    turn = text.strip()
+    try:
+        body = _parse_python(turn) if turn.startswith("[") else None
+    except ValueError as problem:
+        yield _broken(problem) if _PYTHON_CALL_BEGINS.match(turn) else text
+        return
+    if not isinstance(body, ast.List) or not any(isinstance(element, ast.Call) for element in body.elts):
+        yield text
+        return
+    for element in body.elts:
+        try:
+            yield _python_call(element)
+        except ValueError as problem:
+            yield _broken(problem)
+
+
+def _parse(read: Reader, text: str, schemas: Schemas) -> tuple[str, list[ToolCall]]:
+    outside: list[str] = []
+    calls: list[ToolCall] = []
+    for piece in read(text, schemas):
+        if isinstance(piece, str):
+            outside.append(piece)
+        elif len(calls) < MAX_CALLS:
+            calls.append(piece)
+        else:
+            calls.append(_broken(f"more than {MAX_CALLS} calls in one turn"))
+            break
+    return ("".join(outside).strip(), calls) if calls else (text, [])
+
+
+PARSERS: dict[str, Parser] = {
+    "hermes": functools.partial(_parse, _hermes),
+    "qwen3_coder": functools.partial(_parse, _qwen3_coder),
+    "llama3": functools.partial(_parse, _llama3),
+    "mistral": functools.partial(_parse, _mistral),
+    "pythonic": functools.partial(_parse, _pythonic),
+}
+"""Text of a turn (with special tokens, without the stop token) and the tools' parameter schemas by name → text outside
+of the calls, calls. The schemas give parameters that are written as bare text their types."""
+
+
+def _tagged(text: str, read: Callable[[str], tuple[ToolCall, int]]) -> Iterator[str | ToolCall]:
+    """The pieces of a turn with calls in `<tool_call>…</tool_call>`."""
+    outside, *blocks = text.split("<tool_call>")
+    yield outside
+    for block in blocks:
+        try:
+            call, end = read(block)
+            end = _expect(block, end, "</tool_call>")
+        except ValueError as problem:
+            call, end = _broken(problem), len(block) - len(block.partition("</tool_call>")[2])
+        yield call
+        yield block[end:]
+
+
+def _object_call(value: Any, key: str) -> ToolCall:
+    if not isinstance(value, dict):
+        return _broken("it is not a JSON object")
+    if not isinstance(value.get(key), dict):
+        return _broken(f'its "{key}" is not a JSON object')
+    return _call(value.get("name"), value[key])
+
+
+def _call(name: Any, arguments: dict[str, Any]) -> ToolCall:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return _broken("it has no valid name")
+    if _deeper(arguments, MAX_DEPTH):
+        return _broken("its arguments are nested too deeply")
+    return ToolCall(name, arguments)
+
+
+def _broken(problem: object) -> ToolCall:
+    return ToolCall("", {}, f"the tool call cannot be read: {problem}")
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper(item, levels - 1) for item in items)
+
+
+def _read_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value from `start` on, and where it ends."""
+    try:
+        return _JSON.raw_decode(text, _skip(text, start))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"invalid JSON, {error.msg} at character {error.pos}") from error
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
+
+
+def _skip(text: str, start: int) -> int:
+    match = _SPACE.match(text, start)
+    assert match
+    return match.end()
+
+
+def _expect(text: str, start: int, token: str) -> int:
+    """Where the token ends that comes next, white space aside."""
+    start = _skip(text, start)
+    if not text.startswith(token, start):
+        raise ValueError(f"{token} is missing at character {start}")
+    return start + len(token)
+
+
+def _until(text: str, start: int, token: str) -> tuple[str, int]:
+    """What comes before the next such token, and where the token ends."""
+    end = text.find(token, start)
+    if end < 0:
+        raise ValueError(f"{token} is missing after character {start}")
+    return text[start:end], end + len(token)
+
+
+def _convert(key: str, text: str, schema: dict[str, Any]) -> Any:
+    """The value of a parameter that is written as bare text; without a declared type it is text, list or object."""
+    types = _declared(schema) or {"string", "object", "array"}
+    word = text.strip().lower()
+    try:
+        value = _WORDS[word] if word in _WORDS else _whole_json(text)
+    except ValueError:
+        value = text
+    if any(type(value) in _TYPES.get(name, ()) for name in types):
+        return value
+    if "string" in types:
+        return text
+    raise ValueError(f"parameter {key} is no {' or '.join(sorted(types))}")
+
+
+def _declared(schema: dict[str, Any]) -> set[str]:
+    kind = schema.get("type", [])
+    types = {kind} if isinstance(kind, str) else set(kind)
+    return types.union(*(_declared(option) for name in ("anyOf", "oneOf") for option in schema.get(name, [])))
+
+
+def _whole_json(text: str) -> Any:
+    value, end = _read_json(text)
+    if _skip(text, end) != len(text):
+        raise ValueError("more than one JSON value")
+    return value
+
+
+def _parse_python(text: str) -> ast.expr:
+    """The syntax tree of an expression; nothing of it is run."""
+    if len(text) > MAX_PYTHON:
+        raise ValueError(f"it is longer than {MAX_PYTHON} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes in strings
+            return ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(error.msg) from error
+    except (MemoryError, RecursionError) as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call):
+        raise ValueError("something in the list is not a call")
+    if node.args:
+        raise ValueError("arguments need their names")
+    names, function = [], node.func
+    while isinstance(function, ast.Attribute):
+        names.append(function.attr)
+        function = function.value
+    if not isinstance(function, ast.Name):
+        raise ValueError("it has no valid name")
+    name = ".".join([function.id, *reversed(names)])
+    return _call(name, {_argument_name(argument): _literal(argument.value) for argument in node.keywords})
+
+
+def _argument_name(argument: ast.keyword) -> str:
+    if argument.arg is None:
+        raise ValueError("arguments need their names")
+    return argument.arg
+
+
+def _literal(node: ast.expr | None) -> Any:
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id=word) if word in _WORDS:
+            return _WORDS[word]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if all(isinstance(_literal(key), str) for key in keys):
+            return {_literal(key): _literal(item) for key, item in zip(keys, values, strict=True)}
+    raise ValueError("arguments are numbers, strings, true, false, null, and lists and objects of them")
