@@ -15,7 +15,7 @@ import torch
 from ray.util.placement_group import placement_group_table
 
 from rl_core.cluster import calls
-from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.dispatch import Dispatch, Layout, register
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
 from rl_core.cluster.worker_group import AsyncHost, Host, RayWorkerGroup
