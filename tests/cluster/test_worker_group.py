@@ -140,13 +140,13 @@ def placement(ray_here: None) -> Iterator[Placement]:
 def make_group(
     placement: Placement,
     name: str = "me",
-    sequence_parallel_size: int = 1,
+    layout: Layout | None = None,
     places: range | None = None,
     host: type[Host] = Host,
 ) -> RayWorkerGroup:
     env = {"EXTRA": "kept", "OMP_NUM_THREADS": "1"}
     group = RayWorkerGroup(
-        placement, worker_class(), (name,), env, 0.01, 60, sequence_parallel_size, places=places, host=host
+        placement, worker_class(), (name,), env, 0.01, 60, layout, places=places, host=host
     )
     group.meet()
     return group
