@@ -4,9 +4,10 @@ A batch here is what `rl_core.steps.rollout_parquet` wrote: all responses of the
 what the step computed from them. Nothing is written, and no model is needed.
 """
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class Comparison:
 def load_batch(data: bytes, config: RunConfig, where: str) -> DataProto:
     """The padded view of a step's parquet; raises InputError when it is damaged or lacks a column."""
     table = steps.rollout_table(data, NEEDED, where)
-    tensors, arrays = {}, {}
+    tensors: dict[str, Tensor] = {}
+    arrays: dict[str, list[Any]] = {}
     for name in table.column_names:
         values, kind = table[name].to_pylist(), table.schema.field(name).type
         if pa.types.is_list(kind):
@@ -56,12 +58,12 @@ def load_batch(data: bytes, config: RunConfig, where: str) -> DataProto:
             dtype = torch.long if pa.types.is_integer(kind.value_type) else torch.float32
             tensors["prompts" if name == "prompt_ids" else name] = _padded(values, width, dtype)
         elif pa.types.is_string(kind):
-            arrays[name] = np.array(values, dtype=object)
+            arrays[name] = list(map(json.loads, values)) if name == "calls" else values
         else:
             tensors[name] = torch.tensor(values)
     for name, column in (("prompt_length", "prompt_ids"), ("response_length", "responses")):
         tensors[name] = torch.tensor([len(row) for row in table[column].to_pylist()])
-    return DataProto(tensors, arrays, {})
+    return DataProto.from_dict(tensors, arrays)
 
 
 def _padded(rows: list[list[float]], width: int, dtype: torch.dtype) -> Tensor:

@@ -94,8 +94,13 @@ class Sampler:
             )
 
     def _staleness(self, batch: DataProto, step: int) -> Metrics:
-        """By how many steps the weights that sampled the tokens were behind; nothing where they cannot be."""
+        """By how many steps the weights that sampled the tokens were behind, and how many engines live; nothing where
+        rollouts wait for the step before."""
         if not self.config.max_staleness:
             return {}
         versions = batch.batch["version"][batch.batch["response_mask"] > 0]
-        return spread("rollout/staleness", (step - 1 - versions).float())
+        return {
+            **spread("rollout/staleness", (step - 1 - versions).float()),
+            "rollout/engines": float(self.rollout.engines),
+            "rollout/redispatched": float(self.rollout.redispatched),
+        }

@@ -1,5 +1,6 @@
 """Small real runs without the flow: what their ledgers and rollouts hold, for tests of several pages."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -8,16 +9,20 @@ from typing import Any
 
 from rl_core.cluster.resources import ray_session
 from rl_core.cluster.roles import Roles
+from rl_core.commit import CHECKPOINTS
 from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.prepare import prepare_data
+from rl_core.ledger import Ledger
 from rl_core.models.load import load_tokenizer
 from rl_core.models.tiny import save_tiny_model
-from rl_core.rewards.runner import RewardRunner
-from rl_core.storage import Store
+from rl_core.rewards.runner import RewardResult, RewardRunner
+from rl_core.storage import Store, step_name
 from rl_core.trainer import PPOTrainer
 
+# Metrics that differ between runs that train the same.
+MOVING = re.compile(r"^(time|perf)/|^rollout/(engines|redispatched)$")
 SMALL = [
     "data.source=sort_digits",
     "data.difficulty=3",
@@ -131,3 +136,54 @@ def make_trainer(
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
     return PPOTrainer(config, store, tokenizer, rows, data_hash, roles, rewards, on_step, on_commit)
+
+
+class Watched:
+    """The scoring processes, which mark every batch and may fail at one."""
+
+    def __init__(self, inner: RewardRunner, mark: Callable[[str], None]) -> None:
+        self.inner, self.mark, self.batches = inner, mark, 0
+        self.failure: tuple[int, Exception] | None = None
+
+    def score(self, responses: list[str], rows: list[dict[str, Any]]) -> list[RewardResult]:
+        self.batches += 1
+        self.mark(f"rollouts {self.batches}")
+        if self.failure and self.failure[0] == self.batches:
+            raise self.failure[1]
+        return self.inner.score(responses, rows)
+
+
+class Bench:
+    """One set of workers, for one run after the other."""
+
+    def __init__(self, config: RunConfig, home: Path, roles: Roles, rewards: RewardRunner) -> None:
+        self.config, self.home, self.roles, self.rewards = config, home, roles, rewards
+
+    def store(self, name: str) -> Store:
+        return Store(str(self.home / name))
+
+    def start(
+        self, name: str, failure: tuple[int, Exception] | None = None, config: RunConfig | None = None
+    ) -> tuple[PPOTrainer, list[str]]:
+        """The started trainer of a run, with a config of its own if given, and what it does as it does it."""
+        events: list[str] = []
+        watched = Watched(self.rewards, events.append)
+        watched.failure = failure
+        trainer = make_trainer(
+            self.store(name), config or self.config, self.home / "model", self.roles, watched,  # type: ignore[arg-type]
+            lambda record: events.append(f"step {record['step']}"), lambda step: events.append(f"commit {step}"),
+        )  # fmt: skip
+        trainer.start(str(self.home / "model"))
+        return trainer, events
+
+
+def records(store: Store) -> list[dict[str, float]]:
+    found = [record["metrics"] for record in Ledger(store).records(max(store.committed_steps(CHECKPOINTS)))]
+    return [{name: value for name, value in metrics.items() if not MOVING.match(name)} for metrics in found]
+
+
+def shards(store: Store, step: int) -> dict[str, str]:
+    manifest = store.read_manifest(f"{CHECKPOINTS}/{step_name(step)}")
+    assert manifest is not None
+    # The description beside the shards has an identity of its own for every save.
+    return {file["path"]: file["sha256"] for file in manifest["files"] if file["path"].endswith(".distcp")}

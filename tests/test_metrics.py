@@ -34,7 +34,7 @@ def batch(mask_BR: torch.Tensor, scored: list[bool], groups: list[str]) -> DataP
 def test_a_step_in_numbers() -> None:
     mask_BR = torch.ones(4, 3)
     mask_BR[3] = 0
-    metrics = batch_metrics(batch(mask_BR, [True, True, True, False], ["a", "a", "b", "c"]))
+    metrics = batch_metrics(batch(mask_BR, [True, True, True, False], ["a", "a", "b", "c"]), False)
     assert metrics["score/mean"] == 1.0 and metrics["score/max"] == 2.0 and metrics["score/min"] == 0.0
     assert metrics["reward/mean"] == 0.25 and metrics["reward/max"] == 1.25 and metrics["reward/min"] == -0.75
     assert metrics["reward/failed_share"] == 0.25
@@ -57,7 +57,7 @@ def test_the_mismatch_looks_at_the_policys_tokens_only() -> None:
 
 def test_nothing_is_nan_when_no_response_counts() -> None:
     empty_BR = torch.zeros(4, 3)
-    metrics = batch_metrics(batch(empty_BR, [False] * 4, ["a", "b", "c", "d"]))
+    metrics = batch_metrics(batch(empty_BR, [False] * 4, ["a", "b", "c", "d"]), False)
     metrics |= value_metrics(torch.ones(4, 3), torch.ones(4, 3), empty_BR)
     metrics |= Phases().metrics(0.0)
     assert all(math.isfinite(value) for value in metrics.values()), metrics

@@ -74,7 +74,8 @@ class Roles:
     @property
     def rollout(self) -> Rollouts:
         """The rollout engines, on the actor's places or on their own."""
-        return self.pool or ColocatedRollouts(self.actor, self.config.rollout_ranks)
+        config = self.config
+        return self.pool or ColocatedRollouts(self.actor, config.rollout_ranks // config.rollout.tensor_parallel_size)
 
     @property
     def critic(self) -> RayWorkerGroup:

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ REVIVAL = 300.0
 class Engine:
     """One live copy of the policy: the ranks of a worker group of its own, which end together."""
 
-    serving: Call
+    serving: Call | None = None
 
     def __init__(self, placement: Placement, config: RunConfig, number: int, life: int, deadline: float) -> None:
         """Starts the processes; `life` counts how often this engine of the pool was started."""
@@ -45,13 +46,15 @@ class Engine:
 
     def serve(self) -> None:
         """From now on the loss of any rank is the loss of the engine."""
+        if self.serving:
+            return
         self.serving = self.group.serve.submit()
         self.serving.deadline = math.inf  # it has no end
         self.group.deadline = self.deadline
 
-    def get(self, call: Call) -> Any:
-        """The result of a call; WorkerLost also where only another rank than those that answer has gone."""
-        return first_settled([call, self.serving]).get()
+    def watched(self, call: Call) -> list[Call]:
+        """The calls of which one is settled when a call on this engine has ended, or any of its ranks has."""
+        return [call, self.serving] if self.serving else [call]
 
 
 @dataclass
@@ -89,8 +92,7 @@ class RolloutPool:
     def init_model(self, path: str) -> None:
         """Builds the engines for the checkpoint at `path`; live ones stay."""
         self._path = path
-        for call in [engine.group.init_model.submit(path) for engine in self._living()]:
-            call.get()
+        self._all("init_model", path)
         for engine in self._living():
             engine.serve()
 
@@ -158,7 +160,7 @@ class RolloutPool:
         results = []
         for engine, call in [(engine, getattr(engine.group, method).submit(*args)) for engine in self._living()]:
             try:
-                results.append(engine.get(call))
+                results.append(first_settled(engine.watched(call)).get())
             except WorkerLost as error:
                 self.drop(engine, error)
         self._living()
@@ -182,27 +184,33 @@ class RolloutPool:
     def _revive(self) -> None:
         """Starts lost engines anew, each once after its loss; if that fails the pool goes on without it."""
         lost = [engine for engine in self._engines if engine.lost and engine.again]
-        if lost and self.placement.whole():
-            with ThreadPoolExecutor() as threads:
-                for engine in threads.map(self._started_again, lost):
-                    self._engines[engine.number] = engine
-
-    def _started_again(self, lost: Engine) -> Engine:
-        """The engine in a new life, or as it is where that does not begin."""
-        try:
-            engine = Engine(self.placement, self.config, lost.number, lost.life + 1, REVIVAL)
-            try:
+        if not lost or not self.placement.whole():
+            return
+        begun: list[Engine] = []
+        for old in lost:
+            old.again = False
+            with _tolerated(old):
+                begun.append(Engine(self.placement, self.config, old.number, old.life + 1, REVIVAL))
+        built: list[tuple[Engine, Call]] = []
+        for engine in begun:
+            with _tolerated(engine):
                 engine.group.meet()
-                engine.group.init_model(self._path)
-            except BaseException:
-                engine.group.kill()
-                raise
-        except RollforwardError as error:
-            lost.again = False
-            logger.warning("rollout engine %d does not start again: %s", lost.number, error)
-            return lost
-        engine.serve()
-        return engine
+                built.append((engine, engine.group.init_model.submit(self._path)))
+        for engine, call in built:
+            with _tolerated(engine):
+                call.get()
+                engine.serve()
+                self._engines[engine.number] = engine
+
+
+@contextmanager
+def _tolerated(engine: Engine) -> Iterator[None]:
+    """Notes an error in the start of an engine, whose processes end."""
+    try:
+        yield
+    except RollforwardError as error:
+        engine.group.kill()
+        logger.warning("rollout engine %d does not start again: %s", engine.number, error)
 
 
 class PoolCall:
@@ -222,8 +230,8 @@ class PoolCall:
         while self._shares:
             lost = [share for share in self._shares if share.engine.lost]
             for share in lost:
-                self._shares.remove(share)
                 self._shares += self._pool.spread(self._prompts, share.rows, self._temperature)
+                self._shares.remove(share)
                 self._pool.redispatched += len(share.rows)
             self._wait_for_one()
         self._done.sort(key=lambda part: part[0].start)
@@ -231,10 +239,9 @@ class PoolCall:
 
     def _wait_for_one(self) -> None:
         """Until a share is done, or an engine is lost."""
-        by_call = {id(share.call): share for share in self._shares}
-        by_call |= {id(share.engine.serving): share for share in self._shares}
-        call = first_settled([*(s.call for s in self._shares), *(s.engine.serving for s in self._shares)])
-        share = by_call[id(call)]
+        watched = [(call, share) for share in self._shares for call in share.engine.watched(share.call)]
+        call = first_settled([call for call, _ in watched])
+        share = next(share for each, share in watched if each is call)
         try:
             result = call.get()
         except WorkerLost as error:

@@ -66,7 +66,7 @@ class Requests:
 
     def run_now(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> RequestOutput:
         """vLLM's output for a request that is decoded before this returns, beside those under way."""
-        request = self._new(token_ids, params, adapter)
+        request = self._new(token_ids, params, adapter, priority=-1)
         while request.output is None:
             self._step()
         return request.output
@@ -102,10 +102,12 @@ class Requests:
         if self._group is not None:
             self._tell(None)
 
-    def _new(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> Request:
+    def _new(
+        self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None, priority: int = 0
+    ) -> Request:
         request = Request(str(next(self._numbers)))
         self._under_way[request.number] = request
-        self._commands.append(("add", request.number, token_ids, params, adapter))
+        self._commands.append(("add", request.number, token_ids, params, adapter, priority))
         return request
 
     def _start(self) -> None:
@@ -141,9 +143,11 @@ class Requests:
     def _apply(self, commands: list[tuple[Any, ...]]) -> None:
         for kind, number, *rest in commands:
             if kind == "add":
-                token_ids, params, adapter = rest
+                token_ids, params, adapter, priority = rest
                 prompt = TokensPrompt(prompt_token_ids=token_ids)
-                self._internal[number] = self.engine.add_request(number, prompt, params, lora_request=adapter)
+                self._internal[number] = self.engine.add_request(
+                    number, prompt, params, lora_request=adapter, priority=priority
+                )
             else:
                 self.engine.abort_request([number])
                 self._internal.pop(number, None)

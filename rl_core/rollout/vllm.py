@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -15,11 +16,12 @@ from vllm.sampling_params import RequestOutputKind
 
 from rl_core.config.schema import RolloutConfig
 from rl_core.errors import TrainingError
-from rl_core.models.weights import WeightFiles
+from rl_core.models.load import empty_causal_lm
 from rl_core.rollout.engine import Completion, Sampling
 from rl_core.rollout.requests import Requests
 
 GIB = 1024**3
+SHARED_MEMORY = Path("/dev/shm")
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM reserves memory
 
 
@@ -56,6 +58,8 @@ class VLLMEngine:
         if adapter_rank:
             rank = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
             memory |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        if not self._on_gpu and config.tensor_parallel_size > 1:
+            _remove_shared_memory()
         # "external_launcher" lets the engine live in a process that already belongs to a process group.
         self._llm = LLM(
             str(model),
@@ -66,6 +70,7 @@ class VLLMEngine:
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=config.tensor_parallel_size,
             skip_tokenizer_init=True,
+            scheduling_policy="priority",
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             disable_log_stats=True,
@@ -75,7 +80,7 @@ class VLLMEngine:
         core: Any = self._llm.llm_engine.engine_core
         self._runner = core.engine_core.model_executor.driver_worker.worker.model_runner
         self._parameters = {_plain(name) for name, _ in self._runner.get_model().named_parameters()}
-        self._stored = set(WeightFiles(model).file_of)
+        self._expected = {name for name, _ in empty_causal_lm(model).named_parameters()}
         self._as_stored = self._on_gpu and _keeps_layout(self._runner.get_model(), self._llm)
         self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size)
 
@@ -144,7 +149,7 @@ class VLLMEngine:
 
         with torch.no_grad():
             written = self._load(noted())
-        missing = sorted((self._stored - seen) | (self._parameters - written))
+        missing = sorted((self._expected - seen) | (self._parameters - written))
         if missing:
             raise TrainingError(
                 f"the push of weights version {version} left {len(missing)} weights of the rollout engine as they "
@@ -183,6 +188,15 @@ class VLLMEngine:
         """Gives the memory of weights and cache to the trainer (on CPUs there is nothing to give)."""
         if self._on_gpu:
             self._llm.sleep(level=self._sleep_level)
+
+
+def _remove_shared_memory() -> None:
+    """Removes what engines of several ranks that were killed left on a CPU: vLLM's name for it is always the same, so a
+    machine can have one such engine at a time."""
+    dist.barrier()  # no rank of this engine has made its own yet
+    for left in SHARED_MEMORY.glob("*cpushm*"):
+        left.unlink(missing_ok=True)
+    dist.barrier()
 
 
 def sampling_params(seed: int, sampling: Sampling) -> SamplingParams:

@@ -65,7 +65,7 @@ def test_a_run_is_scored_by_the_reward_model(
     def wanted(messages: list[dict[str, str]], text: str) -> tuple[float, float]:
         """The reward model's score of a text, and the whole score."""
         judged = model.score([model.encode(messages, text)]).item()
-        return judged, weight * judged + (0.0 if config.reward.function == "none" else len(text.split()) / 10)
+        return judged, weight * judged + (0.0 if config.reward.function == "none" else len("".join(text.split())) / 10)
 
     table = pq.read_table(io.BytesIO(store.read_bytes("rollouts/step_000002.parquet"))).to_pylist()
     metrics = store.read_json("ledger/step_000002.json")["metrics"]

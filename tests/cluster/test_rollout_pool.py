@@ -175,14 +175,25 @@ def test_engines_that_serve_other_weights_than_the_actors_stop_the_run(
     assert pool.push_weights(7) < TOLERANCE
 
 
-def test_without_any_engine_the_stage_is_tried_again(pool: RolloutPool) -> None:
+def test_a_pool_goes_on_without_engines_that_do_not_start_again_until_none_is_left(
+    roles: Roles, pool: RolloutPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill(pool, 0)
+    assert len(pool.generate_sequences(prompts(), 1.0)) == 15
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_path", "/nowhere")
+        for version in (10, 11):
+            assert pool.push_weights(version) < TOLERANCE
+    assert pool.engines == 1
+    (note,) = [record.message for record in caplog.records if "start" in record.message]
+    assert note.startswith("rollout engine 0 does not start again: ")
     call = pool.submit(prompts(80, 4), 1.0)
-    for number in range(2):
-        kill(pool, number)
+    kill(pool, 1)
     with pytest.raises(TransientError, match="no rollout engine is left; .* was lost during"):
         call.get()
     with pytest.raises(TransientError, match="no rollout engine is left"):
         pool.submit(prompts(), 1.0)
+    pool._engines[0].again = True
 
 
 def test_what_an_engine_raises_stays_what_it_is(pool: RolloutPool) -> None:

@@ -1,11 +1,9 @@
 """The training engine on one GPU: values, neighbours, memory, offload and compiling."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import LENGTHS, off_policy, policy_engine, rows_of, save_grouped_model, save_sharp_model, update_alone
 from torch import Tensor
 
@@ -13,19 +11,10 @@ from rl_core.config.schema import EngineConfig, LoraConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.log_probs import LOGIT_CHUNK, ChunkedLogProbs
 from rl_core.training.engine import TrainEngine
-from rl_core.training.place import Place, make_place
+from rl_core.training.place import Place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 OPTIM = OptimConfig(lr=1e-3, grad_clip=0.5)
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[Place]:
-    """The place of a rank that is alone on a GPU."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    yield make_place(torch.device("cuda", 0), 1, 1, 1)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])

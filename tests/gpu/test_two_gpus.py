@@ -1,12 +1,13 @@
 """Two GPUs against one: shards, copies and shared sequences give the same step."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import distance, save_grouped_model, save_sharp_model, start_ranks
+from support import distance, plain_log_probs, save_grouped_model, save_sharp_model, start_ranks
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
@@ -45,3 +46,14 @@ def test_the_step_is_that_of_one_gpu(outcome: tuple[str, dict[str, dict[str, Ten
     torch.testing.assert_close(
         seen["old_log_probs"], wanted["old_log_probs"][:rows], rtol=0, atol=1e-4 if dtype == "float32" else 0.3
     )
+
+
+def test_two_gpus_serve_one_model(tmp_path: Path) -> None:
+    save_sharp_model(tmp_path / "model")
+    script = Path(__file__).parents[1] / "rollout" / "tensor_parallel.py"
+    start_ranks(script, 2, tmp_path / "model", tmp_path / "meeting", "cuda")
+    told = json.loads((tmp_path / "meeting.json").read_text())
+    fixed = list(range(7, 20))
+    wanted = plain_log_probs(tmp_path / "model", fixed[:1], fixed[1:])
+    torch.testing.assert_close(torch.tensor(told["log_probs"]), wanted, rtol=0, atol=1e-3)
+    assert told["versions"] == [5] * 8

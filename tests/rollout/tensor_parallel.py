@@ -10,13 +10,17 @@ import torch
 import torch.distributed as dist
 
 
-def main(rank: int, world_size: int, model: Path, store: Path) -> None:
+def main(rank: int, world_size: int, model: Path, store: Path, device: str) -> None:
     from rl_core.cluster.resources import WORKER_ENV
 
-    os.environ |= {**WORKER_ENV, "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    env = {name: value for name, value in WORKER_ENV.items() if device == "cpu" or "DYNAMO" not in name}
+    os.environ |= {**env, "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
     from safetensors.torch import load_file
     from support import complete
 
@@ -24,8 +28,8 @@ def main(rank: int, world_size: int, model: Path, store: Path) -> None:
     from rl_core.rollout.engine import Sampling
     from rl_core.rollout.vllm import VLLMEngine
 
-    settings = RolloutConfig(kv_cache_gb=0.0625, tensor_parallel_size=world_size)
-    engine = VLLMEngine(model, settings, "float32", 64, torch.device("cpu"))
+    settings = RolloutConfig(kv_cache_gb=0.0625, gpu_memory_utilization=0.2, tensor_parallel_size=world_size)
+    engine = VLLMEngine(model, settings, "float32", 64, torch.device(device))
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     engine.update_weights(iter(weights.items()), 5)
@@ -44,4 +48,4 @@ def main(rank: int, world_size: int, model: Path, store: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
