@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import complete, policy_engine, single_turns, update_alone
+from support import complete, policy_engine, single_turns, start_ranks, update_alone
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rl_core.config.schema import LoraConfig, OptimConfig, RolloutConfig
+from rl_core.config.schema import OptimConfig, RolloutConfig
 from rl_core.data.protocol import DataProto
 from rl_core.rollout.engine import RolloutEngine, Sampling
 from rl_core.rollout.sharding_manager import ShardingManager
@@ -44,19 +44,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def live_engine(model: Path, gpu: Place, adapter_rank: int) -> Iterator[RolloutEngine]:
+@pytest.fixture(scope="module")
+def rollout(model: Path, gpu: Place) -> Iterator[RolloutEngine]:
     from rl_core.rollout.vllm import VLLMEngine
 
     settings = RolloutConfig(gpu_memory_utilization=0.25, max_num_seqs=128)
-    engine = VLLMEngine(model, settings, "bfloat16", LENGTH, gpu.device, adapter_rank)
+    engine = VLLMEngine(model, settings, "bfloat16", LENGTH, gpu.device)
     engine.sleep()
     yield engine
     engine._llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(scope="module")
-def rollout(model: Path, gpu: Place) -> Iterator[RolloutEngine]:
-    yield from live_engine(model, gpu, 0)
 
 
 def prompts(count: int) -> DataProto:
@@ -91,6 +87,7 @@ def test_fifty_steps_of_training_and_rollouts_need_no_more_memory(
         assert batch.batch["version"].unique().tolist() == [step]
         peaks.append(used())
         rollout.sleep()
+        freed = peaks[-1] - used()
         rows = ready(batch, engine)
         if step == 0:
             difference_BR = (rows.batch["old_log_probs"] - rows.batch["rollout_log_probs"]).abs()
@@ -101,7 +98,7 @@ def test_fifty_steps_of_training_and_rollouts_need_no_more_memory(
     print(f"GB: rolling out {peaks[0]:.1f} → {peaks[-1]:.1f}, training {asleep[0]:.1f} → {asleep[-1]:.1f}")
     assert max(peaks + asleep) < 80
     assert peaks[-1] < peaks[5] + 0.1 and asleep[-1] < asleep[5] + 0.1
-    assert asleep[-1] < peaks[-1] - 20, "the engine's cache is not given to training"
+    assert freed > 25, "the engine's memory is not given to training"
 
 
 def test_requests_that_are_interrupted_by_a_push_go_on(model: Path, gpu: Place, rollout: RolloutEngine) -> None:
@@ -113,17 +110,6 @@ def test_requests_that_are_interrupted_by_a_push_go_on(model: Path, gpu: Place, 
     rollout.sleep()
 
 
-def test_adapters_alone_are_pushed(model: Path, gpu: Place, rollout: RolloutEngine) -> None:
-    lora = LoraConfig(rank=8, alpha=64)
-    engine = policy_engine(model, gpu, OptimConfig(lr=1e-2), 8192, dtype="bfloat16", lora=lora)
-    for adapters in live_engine(model, gpu, 8):
-        sharding = ShardingManager(engine, adapters, "bfloat16", BAND, LENGTH, as_adapter=True)
-        sharding.push(0)
-        before = torch.tensor(adapters.log_probs(list(range(100, 116))))
-        for version in (1, 2):
-            batch = single_turns(adapters, prompts(8), SAMPLING)
-            adapters.sleep()
-            update_alone(engine, ready(batch, engine))
-            sharding.push(version)
-        after = torch.tensor(adapters.log_probs(list(range(100, 116))))
-        assert (after - before).abs().max() > 0.1, "the adapters change nothing"
+def test_adapters_alone_are_pushed(model: Path) -> None:
+    """In a process of its own: vLLM hands memory over in one engine a process."""
+    start_ranks(Path(__file__).parent / "adapters.py", 1, model)
