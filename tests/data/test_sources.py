@@ -14,7 +14,7 @@ LAYOUT = {"data_source", "prompt", "ability", "reward_model", "extra_info"}
 
 
 def test_sources_are_found_by_name() -> None:
-    assert source_names() == ["copy_digits", "gsm8k", "last_digit", "parquet", "sort_digits"]
+    assert source_names() == ["arithmetic", "copy_digits", "gsm8k", "last_digit", "parquet", "sort_digits"]
     assert load_source("sort_digits").SCORER == "exact"
     with pytest.raises(InputError, match="data.source=sort_digits"):
         load_source("sort_digit")
