@@ -16,13 +16,13 @@ from rl_core.rollout.partners import ToolPartners, chat_template
 from rl_core.rollout.tool_runner import tool_schemas
 from rl_core.warm_start import conversation, supervised_batch
 
-CALL, RESULT = '[calculator(x="12*34")]', "408"
+CALL, RESULT, ANSWER = '[calculator(x="12*34")]', "408", "=408"
 TURNS = [
     {"role": "assistant", "content": CALL},
     {"role": "tool", "content": RESULT},
-    {"role": "assistant", "content": RESULT},
+    {"role": "assistant", "content": ANSWER},
 ]
-MASK = [1] * 24 + [0] * 6 + [1] * 4
+MASK = [1] * 24 + [0] * 6 + [1] * 5
 
 
 class Recorded:
@@ -66,22 +66,22 @@ def test_what_a_tool_says_is_not_the_policys(model: Path, config: RunConfig) -> 
     tokenizer = load_tokenizer(model)
     chat = chat_template(tokenizer, tool_schemas(config.agent), config.agent, stop_tokens(model))
     made = conversation(prompt(model), TURNS, tokenizer, chat)
-    text = f"{CALL}<|end|><|tool|>{RESULT}<|end|><|assistant|>{RESULT}<|end|>"
+    text = f"{CALL}<|end|><|tool|>{RESULT}<|end|><|assistant|>{ANSWER}<|end|>"
     assert tokenizer.decode(made.response_ids) == text
     assert made.response_mask == MASK
 
 
 def test_a_text_and_a_conversation_share_a_batch(model: Path, config: RunConfig) -> None:
-    batch = batch_of([RESULT, TURNS], model, config).batch
+    batch = batch_of([ANSWER, TURNS], model, config).batch
     width = config.data.max_response_length
-    assert batch["response_length"].tolist() == [4, len(MASK)]
-    assert batch["response_mask"].tolist() == [[1] * 4 + [0] * (width - 4), MASK + [0] * (width - len(MASK))]
+    assert batch["response_length"].tolist() == [5, len(MASK)]
+    assert batch["response_mask"].tolist() == [[1] * 5 + [0] * (width - 5), MASK + [0] * (width - len(MASK))]
 
 
 def test_a_reference_conversation_is_what_the_agent_loop_makes_of_its_turns(model: Path, config: RunConfig) -> None:
     made = batch_of([TURNS], model, config).batch
     ids, mask = made["responses"][0], made["response_mask"][0]
-    engine = Recorded([ids[:24].tolist(), ids[30:34].tolist()])
+    engine = Recorded([ids[:24].tolist(), ids[30:35].tolist()])
     rows = DataProto.from_dict({}, {"prompt_ids": [prompt(model)], "seed": [0]})
 
     async def run() -> DataProto:
@@ -102,5 +102,5 @@ def test_a_reference_conversation_is_what_the_agent_loop_makes_of_its_turns(mode
 
 def test_a_conversation_that_is_too_long_says_what_to_set(model: Path) -> None:
     config = compose("tools", ["data.max_response_length=30"]).config
-    with pytest.raises(InputError, match=r"(?s)one of 34 tokens: '\[calculator.*data.max_response_length=34"):
+    with pytest.raises(InputError, match=r"(?s)one of 35 tokens: '\[calculator.*data.max_response_length=35"):
         batch_of([TURNS], model, config)

@@ -4,6 +4,7 @@ from rl_core.config.schema import DataConfig
 from rl_core.data.rows import Row
 from rl_core.data.sources import arithmetic
 from rl_core.errors import InputError
+from rl_core.rewards.scorers import numeric
 from rl_core.rollout.parsers import PARSERS
 from rl_core.rollout.tools.calculator import calculator
 
@@ -53,12 +54,13 @@ def test_reference_conversations_call_the_calculator_or_answer_at_once() -> None
     for row, turns in zip(rows, conversations, strict=True):
         truth = row["reward_model"]["ground_truth"]
         if isinstance(turns, str):
-            assert turns == truth
+            assert turns == f"={truth}"
             continue
         calling += 1
         call, said, answer = turns
         text, calls = PARSERS["pythonic"](call["content"], {"calculator": {"x": {"type": "string"}}})
         assert not text and [(c.name, c.error) for c in calls] == [("calculator", "")]
-        assert calculator(**calls[0].arguments) == said["content"] == answer["content"] == truth
+        assert calculator(**calls[0].arguments) == said["content"] == truth
+        assert answer["content"] == f"={truth}" and numeric(answer["content"], row) == 1
         assert [turn["role"] for turn in turns] == ["assistant", "tool", "assistant"]
     assert calling == 60 // arithmetic.CALLING_SHARE

@@ -46,14 +46,16 @@ def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
 
 
 def reference_response(row: Row) -> str | list[dict[str, str]]:
-    """The product at once, or the call of the calculator, what it answers, and that as the model's own answer."""
+    """`=` and the product, at once or after a call of the calculator and what it says."""
     expression, result = row["prompt"][0]["content"].replace(" ", ""), row["reward_model"]["ground_truth"]
+    # One token decides about the way, so the greedy answer of a model that follows these takes the commoner one.
+    answer = f"={result}"
     if row["extra_info"]["index"] % CALLING_SHARE:
-        return str(result)
+        return answer
     return [
         {"role": "assistant", "content": f'[calculator(x="{expression}")]'},
         {"role": "tool", "content": result},
-        {"role": "assistant", "content": result},
+        {"role": "assistant", "content": answer},
     ]
 
 
