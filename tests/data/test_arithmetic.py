@@ -31,6 +31,7 @@ def test_no_held_out_pair_is_trained_in_either_order(difficulty: int) -> None:
     trained, held_out = ({numbers(row) for row in rows} for rows in (train, val))
     assert trained and held_out and not trained & held_out
     assert len({row["prompt"][0]["content"] for row in val}) == 5
+    assert [row["extra_info"]["index"] for row in val] == list(range(5))
 
 
 def test_products_follow_the_seed_alone() -> None:
