@@ -1,4 +1,5 @@
-"""Trains an untrained tiny model to repeat four digits with each algorithm, through the real trainer.
+"""Trains an untrained tiny model to repeat four digits with each algorithm, and one to use a tool, through the real
+trainer.
 
 `rl_core.environment.prepare_environment` must have run before this module is imported.
 """
@@ -21,11 +22,14 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.prepare import prepare_data
 from rl_core.metrics import Metrics
-from rl_core.models.load import load_tokenizer
+from rl_core.models.load import load_tokenizer, stop_tokens
 from rl_core.models.tiny import save_tiny_model
 from rl_core.rewards.runner import RewardRunner
+from rl_core.rollout.partners import chat_template
+from rl_core.rollout.tool_runner import tool_schemas
 from rl_core.storage import Store
 from rl_core.trainer import PPOTrainer
+from rl_core.warm_start import FOLDER, warm_start
 
 TASK = "learn_copy"
 TARGET, WINDOW = 0.9, 3
@@ -34,7 +38,8 @@ TARGET, WINDOW = 0.9, 3
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe (name or path), settings that suit an untrained tiny model, and the fewest and most steps of five seeds.
+    """A recipe (name or path), settings that suit a tiny model, the fewest and most steps of five seeds, and the recipe
+    of the task.
 
     Without a band five seeds have not been measured, and the task's own number of steps is the limit.
     """
@@ -42,6 +47,7 @@ class Case:
     recipe: str
     settings: tuple[str, ...] = ()
     band: tuple[int, int] | None = None
+    task: str = TASK
 
 
 # Advantages that are not divided by their spread are small at first. So must the entropy bonus be, and with few
@@ -64,6 +70,7 @@ CASES = {
         band=(48, 80),
     ),
     "remax": Case("remax", (*UNSCALED, "rollout.n=8"), band=(84, 95)),
+    "tools": Case("grpo", band=(10, 13), task="tools"),
 }
 
 
@@ -112,22 +119,24 @@ class _Learned(Exception):
 class Learner:
     """Trains cases one after another on the same workers."""
 
+    roles: LearningRoles | None = None
+    task: str
+
     def __init__(self, home: Path) -> None:
-        """Starts workers and scorers; Ray must be running."""
+        """Starts scorers; Ray must be running."""
         self.home, self.runs = home, 0
-        config = compose(TASK, ["data.max_response_length=16"]).config  # the engine has room for every case
-        self.roles = LearningRoles(config, self._fresh_model(config))
-        self.rewards = RewardRunner(config.reward)
+        self.rewards = RewardRunner(compose(TASK).config.reward)
 
     def close(self) -> None:
         """Ends workers and scorers."""
         self.rewards.close()
-        self.roles.close()
+        if self.roles:
+            self.roles.close()
 
     def config(self, case: Case, seed: int) -> RunConfig:
-        """The learning task under the case's recipe, which wins where both have a setting."""
+        """The case's task under its recipe, which wins where both have a setting."""
         recipe = self.home / f"case-{self.runs}.yaml"
-        recipe.write_text(f"defaults: [{TASK}, {case.recipe}]\n")
+        recipe.write_text(f"defaults: [{case.task}, {case.recipe}]\n")
         return compose(str(recipe), [*case.settings, f"trainer.seed={seed}", "trainer.save_every=1000"]).config
 
     def steps(self, case: Case, seed: int) -> tuple[int | None, list[Metrics]]:
@@ -148,14 +157,27 @@ class Learner:
         tokenizer = load_tokenizer(model)
         data_hash = prepare_data(config, store, tokenizer)["data_hash"]
         rows = RLHFDataset.load(store, "train", tokenizer)
-        self.roles.use(config)
-        trainer = PPOTrainer(
-            config, store, tokenizer, rows, data_hash, self.roles, self.rewards, watch, lambda step: None
-        )
+        roles = self._serve(config, case.task, model)
+        if config.warm_start.steps:
+            chat = chat_template(tokenizer, tool_schemas(config.agent), config.agent, stop_tokens(model))
+            roles.init_warm_start(str(model))
+            warm_start(config, rows, roles, tokenizer, store, chat, lambda step, loss: None)
+            model = Path(store.url, FOLDER)
+        trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, self.rewards, watch, lambda step: None)
         trainer.start(str(model))
         with suppress(_Learned):
             trainer.fit(config.trainer.steps)
         return len(metrics) if learned() else None, metrics
+
+    def _serve(self, config: RunConfig, task: str, model: Path) -> LearningRoles:
+        """The workers under this config; another task's model has another shape and needs others."""
+        if self.roles and self.task != task:
+            self.roles.close()
+            self.roles = None
+        if not self.roles:
+            self.task, self.roles = task, LearningRoles(compose(task).config, model)
+        self.roles.use(config)
+        return self.roles
 
     def _fresh_model(self, config: RunConfig) -> Path:
         self.runs += 1

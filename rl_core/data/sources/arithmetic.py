@@ -13,6 +13,8 @@ SCORER = "numeric"
 TRAIN_ROWS, VAL_ROWS = 4096, 256
 HELD_OUT_SHARE = 8
 """One in this many pairs of numbers is held out, in either order."""
+CALLING_SHARE = 3
+"""One reference conversation in this many calls the calculator; that it should always be called is left to learn."""
 
 
 def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
@@ -43,13 +45,17 @@ def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
     return split("train", config.train_rows or TRAIN_ROWS), split("val", wanted)
 
 
-def reference_response(row: Row) -> list[dict[str, str]]:
-    """The call of the calculator, what it answers, and that as the model's own answer."""
+def reference_response(row: Row) -> str | list[dict[str, str]]:
+    """`=` and the product, at once or after a call of the calculator and what it says."""
     expression, result = row["prompt"][0]["content"].replace(" ", ""), row["reward_model"]["ground_truth"]
+    # One token decides about the way, so the greedy answer of a model that follows these takes the commoner one.
+    answer = f"={result}"
+    if row["extra_info"]["index"] % CALLING_SHARE:
+        return answer
     return [
         {"role": "assistant", "content": f'[calculator(x="{expression}")]'},
         {"role": "tool", "content": result},
-        {"role": "assistant", "content": result},
+        {"role": "assistant", "content": answer},
     ]
 
 

@@ -1,0 +1,106 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rl_core.config.compose import compose
+from rl_core.config.schema import RunConfig
+from rl_core.data.dataset import encode_prompt
+from rl_core.data.protocol import DataProto
+from rl_core.errors import InputError
+from rl_core.models.load import load_tokenizer, stop_tokens
+from rl_core.models.tiny import save_tiny_model
+from rl_core.rollout.agent_loop import roll_out
+from rl_core.rollout.engine import Completion, Sampling
+from rl_core.rollout.partners import ToolPartners, chat_template
+from rl_core.rollout.tool_runner import tool_schemas
+from rl_core.warm_start import conversation, supervised_batch
+
+CALL, RESULT, ANSWER = '[calculator(x="12*34")]', "408", "=408"
+TURNS = [
+    {"role": "assistant", "content": CALL},
+    {"role": "tool", "content": RESULT},
+    {"role": "assistant", "content": ANSWER},
+]
+MASK = [1] * 24 + [0] * 6 + [1] * 5
+
+
+class Recorded:
+    """Plays the turns of the policy."""
+
+    follows, version = False, 0
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self.turns = iter(turns)
+
+    async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
+        turn = next(self.turns)
+        return Completion(token_ids, turn, [0.0] * len(turn), [0] * len(turn), "stop")
+
+    def finish_batch(self) -> None:
+        pass
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return compose("tools").config
+
+
+@pytest.fixture
+def model(tmp_path: Path, config: RunConfig) -> Path:
+    save_tiny_model(tmp_path, config.model.tiny, config.max_length, 0)
+    return tmp_path
+
+
+def batch_of(answers: list, model: Path, config: RunConfig) -> DataProto:
+    tokenizer = load_tokenizer(model)
+    chat = chat_template(tokenizer, tool_schemas(config.agent), config.agent, stop_tokens(model))
+    return supervised_batch([prompt(model)] * len(answers), answers, tokenizer, chat, config)
+
+
+def prompt(model: Path) -> list[int]:
+    return encode_prompt(load_tokenizer(model), [{"role": "user", "content": "12 * 34"}], "here")
+
+
+def test_what_a_tool_says_is_not_the_policys(model: Path, config: RunConfig) -> None:
+    tokenizer = load_tokenizer(model)
+    chat = chat_template(tokenizer, tool_schemas(config.agent), config.agent, stop_tokens(model))
+    made = conversation(prompt(model), TURNS, tokenizer, chat)
+    text = f"{CALL}<|end|><|tool|>{RESULT}<|end|><|assistant|>{ANSWER}<|end|>"
+    assert tokenizer.decode(made.response_ids) == text
+    assert made.response_mask == MASK
+
+
+def test_a_text_and_a_conversation_share_a_batch(model: Path, config: RunConfig) -> None:
+    batch = batch_of([ANSWER, TURNS], model, config).batch
+    width = config.data.max_response_length
+    assert batch["response_length"].tolist() == [5, len(MASK)]
+    assert batch["response_mask"].tolist() == [[1] * 5 + [0] * (width - 5), MASK + [0] * (width - len(MASK))]
+
+
+def test_a_reference_conversation_is_what_the_agent_loop_makes_of_its_turns(model: Path, config: RunConfig) -> None:
+    made = batch_of([TURNS], model, config).batch
+    ids, mask = made["responses"][0], made["response_mask"][0]
+    engine = Recorded([ids[:24].tolist(), ids[30:35].tolist()])
+    rows = DataProto.from_dict({}, {"prompt_ids": [prompt(model)], "seed": [0]})
+
+    async def run() -> DataProto:
+        partners = ToolPartners(config, model)
+        await partners.start()
+        try:
+            sampling = Sampling(1.0, config.data.max_response_length, partners.stop_token_ids)
+            return await roll_out(engine, rows, sampling, config.agent, partners)  # type: ignore[arg-type]
+        finally:
+            await partners.runner.close()
+
+    rolled = asyncio.run(run()).batch
+    assert rolled["turns"].tolist() == [2]
+    for name in ("prompts", "responses", "response_mask", "response_length"):
+        assert rolled[name].tolist() == made[name].tolist(), name
+    assert mask.sum() == MASK.count(1)
+
+
+def test_a_conversation_that_is_too_long_says_what_to_set(model: Path) -> None:
+    config = compose("tools", ["data.max_response_length=30"]).config
+    with pytest.raises(InputError, match=r"(?s)one of 35 tokens: '\[calculator.*data.max_response_length=35"):
+        batch_of([TURNS], model, config)
