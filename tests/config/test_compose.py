@@ -23,9 +23,10 @@ def test_every_recipe_composes(name: str) -> None:
 
 
 def test_recipes_are_the_ones_that_are_documented() -> None:
-    assert {"demo", "grpo", "gsm8k", "ppo"} <= set(recipe_names())
+    assert {"demo", "grpo", "gsm8k", "ppo", "tools", "one_step_off", "async"} <= set(recipe_names())
     assert compose("ppo", []).config.needs_critic and not compose("demo", []).config.needs_critic
-    assert compose("gsm8k", []).config.needs_reference
+    assert compose("gsm8k", []).config.needs_reference and compose("tools", []).config.multi_turn
+    assert [compose(mode, []).config.max_staleness for mode in ("grpo", "one_step_off", "async")] == [0, 1, 2]
 
 
 def test_later_layers_win_and_each_value_knows_its_layer() -> None:
