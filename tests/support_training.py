@@ -80,6 +80,12 @@ RUNS = {
             "actor.kl_loss_coef=0.1",
         ],
     ),
+    "async": (
+        "grpo",
+        ["trainer.steps=2", "rollout.mode=async", "rollout.ranks_per_node=1", "correction.weights=token"],
+    ),
+    # An untrained model calls nothing.
+    "tools": ("grpo", ["trainer.steps=2", "agent.tools=[calculator]", "agent.parser=pythonic"]),
 }
 
 

@@ -23,9 +23,10 @@ def test_every_recipe_composes(name: str) -> None:
 
 
 def test_recipes_are_the_ones_that_are_documented() -> None:
-    assert {"demo", "grpo", "gsm8k", "ppo"} <= set(recipe_names())
+    assert {"demo", "grpo", "gsm8k", "ppo", "tools", "one_step_off", "async"} <= set(recipe_names())
     assert compose("ppo", []).config.needs_critic and not compose("demo", []).config.needs_critic
-    assert compose("gsm8k", []).config.needs_reference
+    assert compose("gsm8k", []).config.needs_reference and compose("tools", []).config.multi_turn
+    assert [compose(mode, []).config.max_staleness for mode in ("grpo", "one_step_off", "async")] == [0, 1, 2]
 
 
 def test_later_layers_win_and_each_value_knows_its_layer() -> None:
@@ -97,6 +98,11 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("rollout.n=1", ["rollout.n (override)", "algorithm.estimator (recipe grpo)", "at least 2"]),
         ("algorithm.reward_weights=[short]", ["NAME=WEIGHT", "not short", "algorithm.reward_weights (override)"]),
         ("correction.reject_bounds=[2, 0.5]", ["lower one", "correction.reject_bounds (override)"]),
+        ("rollout.mode=async", ["rollout.mode=async", "needs rollout.ranks_per_node"]),
+        ("rollout.nodes=2", ["rollout.nodes=2 needs rollout.ranks_per_node"]),
+        ("rollout.tensor_parallel_size=2", ["rollout.tensor_parallel_size=2 must divide the 1 ranks that roll out"]),
+        ("rollout={mode: async, ranks_per_node: 1, top_p: 0.9}", ["compare log-probs", "set rollout.top_p=1"]),
+        ("rollout={mode: async, ranks_per_node: 1, log_probs: false}", ["set rollout.log_probs=true"]),
         ("actor.mini_batch_size=7", ["must divide", "data.train_batch_size (recipe demo)"]),
     ],
 )

@@ -1,23 +1,17 @@
-"""Whole conversations with real tools and environments; the policy's turns are given."""
+"""Whole conversations with tools and environments, some of which misbehave."""
 
 import ast
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support_conversations import PROMPT, talk
 
-from rl_core.config.schema import RunConfig
-from rl_core.data.dataset import encode_prompt
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import load_tokenizer
-from rl_core.rollout.agent_loop import roll_out
-from rl_core.rollout.engine import Completion, Sampling
-from rl_core.rollout.partners import ToolPartners
 
 HERE = Path(__file__).parent
-PROMPT = [{"role": "user", "content": "12*34"}]
 CALL, ANSWER = '[calculator(x="12*34")]', "408"
 
 
@@ -26,48 +20,6 @@ def importable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(HERE)
         yield
-
-
-class Script:
-    """An engine whose turns are given, by the row's seed."""
-
-    def __init__(self, tokenizer: Any, turns: list[list[str]]) -> None:
-        self.tokenizer, self.turns = tokenizer, [list(each) for each in turns]
-        self.read: list[str] = []
-
-    async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
-        self.read.append(self.tokenizer.decode(token_ids))
-        number = next(i for i in range(len(self.turns)) if i * 100 <= seed < i * 100 + 100)
-        text = self.turns[number].pop(0)
-        ids = (self.tokenizer.encode(text) + [self.tokenizer.eos_token_id])[: sampling.max_tokens]
-        stop = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
-        return Completion(token_ids, ids, [-0.5] * len(ids), [3] * len(ids), stop)  # type: ignore[arg-type]
-
-    def finish_batch(self) -> None:
-        pass
-
-
-def talk(
-    model: Path, *turns: list[str], agent: dict[str, Any], row: dict[str, Any] | None = None, room: int = 200
-) -> tuple[DataProto, Script]:
-    """The trajectories of rows with these turns, and what the engine read."""
-    tools = [name if name == "calculator" else f"tools_for_tests:{name}" for name in agent.pop("tools", [])]
-    settings = {"parser": "pythonic", "tool_timeout_s": 2.0, "tools": tools, **agent}
-    config = RunConfig.model_validate({"agent": settings, "data": {"max_prompt_length": 24}})
-    tokenizer = load_tokenizer(model)
-    engine = Script(tokenizer, list(turns))
-    ids = encode_prompt(tokenizer, PROMPT, "here")
-    rows = [{"prompt": PROMPT, "extra_info": {}, **(row or {})}] * len(turns)
-    seeds = [100 * i for i in range(len(turns))]
-    prompts = DataProto.from_dict({}, {"prompt_ids": [ids] * len(turns), "seed": seeds, "row": rows})
-
-    async def work() -> DataProto:
-        partners = ToolPartners(config, model)
-        async with partners.runner:
-            await partners.start()
-            return await roll_out(engine, prompts, Sampling(1.0, room, (2,)), config.agent, partners)  # type: ignore[arg-type]
-
-    return asyncio.run(work()), engine
 
 
 def calls(data: DataProto, row: int = 0) -> list[tuple[str, str]]:
