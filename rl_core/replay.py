@@ -80,6 +80,12 @@ def check_recorded(batch: DataProto, config: RunConfig, where: str) -> None:
     checks = [
         ("values_BR" in needs, "values", "values of a critic", setting),
         ("greedy_reward_B" in needs, "greedy_reward_B", "rewards of greedy responses", setting),
+        (
+            config.correction.weights != "none" or config.correction.reject != "none",
+            "rollout_log_probs",
+            "log-probs of the rollout engine",
+            "correction.weights or correction.reject",
+        ),
         ("named_rewards" in needs, steps.NAMED, "named rewards of the scorer", setting),
         (
             config.needs_reference,

@@ -191,6 +191,8 @@ def correct(batch: DataProto, config: CorrectionConfig) -> tuple[DataProto, Metr
 
     The mask before any rejection stays as `sampled_mask`.
     """
+    if config.reject == config.weights == "none":
+        return batch, {}  # the engine may not have been asked for its log-probs
     tensors, metrics = dict(batch.batch), {}
     old_BR, rollout_BR, mask_BR = (tensors[n] for n in ("old_log_probs", "rollout_log_probs", "response_mask"))
     if config.reject != "none":

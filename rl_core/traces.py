@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_core.steps import NAMED, rollout_table
 
 NEEDED = (
-    "uid", "row", "prompt_ids", "responses", "response_mask", "version", "rollout_log_probs",
+    "uid", "row", "prompt_ids", "responses", "response_mask", "version", "old_log_probs",
     "advantages", "token_level_scores", "token_level_shaped", "token_level_rewards", "turn_reward", "scored",
     "stop_reason", "status", "detail", "calls",
 )  # fmt: skip
@@ -21,7 +21,7 @@ NEEDED = (
 class Turn:
     """What the policy read since its turn before, what it sampled then, and the calls that it made.
 
-    Tokens are counts and `log_prob` is the mean in nats, as the rollout engine sampled; None where there are no
+    Tokens are counts and `log_prob` is the mean in nats, by the actor before its update; None where there are no
     tokens. `advantage` is the mean of the tokens that train, None without any.
     """
 
@@ -107,7 +107,7 @@ def _turns(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Turn
     for start, end in _sampled_spans(row["version"]):
         span = slice(start, end)
         read = row["responses"][last_end:start] if turns else row["prompt_ids"]
-        last_end, log_probs = end, row["rollout_log_probs"][span]
+        last_end, log_probs = end, row["old_log_probs"][span]
         turns.append(
             Turn(
                 read=str(tokenizer.decode(read)),

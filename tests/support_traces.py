@@ -62,6 +62,7 @@ def step_parquet() -> bytes:
     scored = torch.tensor(SCORED)
     mask = batch.batch["response_mask"] * scored[:, None]
     added = {
+        "old_log_probs": batch.batch.pop("rollout_log_probs"),
         "token_level_scores": rewards,
         "token_level_shaped": rewards,
         "token_level_rewards": rewards - 0.125 * mask,

@@ -85,7 +85,10 @@ RUNS = {
         ["trainer.steps=2", "rollout.mode=async", "rollout.ranks_per_node=1", "correction.weights=token"],
     ),
     # An untrained model calls nothing.
-    "tools": ("grpo", ["trainer.steps=2", "agent.tools=[calculator]", "agent.parser=pythonic"]),
+    "tools": (
+        "grpo",
+        ["trainer.steps=2", "agent.tools=[calculator]", "agent.parser=pythonic", "rollout.log_probs=false"],
+    ),
 }
 
 
