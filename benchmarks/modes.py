@@ -65,18 +65,17 @@ def config_of(mode: str, steps: int, on_gpu: bool) -> RunConfig:
     ).config
 
 
-def measure(mode: str, steps: int) -> dict[str, float]:
-    """Median of each time of a run."""
+def measure(mode: str, steps: int, roles: Roles, rewards: RewardRunner) -> dict[str, float]:
+    """Median of each time of a run with workers that are there already."""
     config = config_of(mode, steps, torch.cuda.is_available())
     store, tokenizer = Store(str(HOME / mode)), load_tokenizer(HOME / "model")
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
-    with RewardRunner(config.reward) as rewards, closing(Roles(config, store.url)) as roles:
-        trainer = PPOTrainer(
-            config, store, tokenizer, rows, data_hash, roles, rewards, lambda record: None, lambda step: None
-        )
-        trainer.start(str(HOME / "model"))
-        trainer.fit(steps)
+    trainer = PPOTrainer(
+        config, store, tokenizer, rows, data_hash, roles, rewards, lambda record: None, lambda step: None
+    )
+    trainer.start(str(HOME / "model"))
+    trainer.fit(steps)
     metrics = [record["metrics"] for record in Ledger(store).records(steps)][WARM_UP:-1]
     return {name: statistics.median(values[name] for values in metrics) for name in SHOWN}
 
@@ -86,10 +85,11 @@ def main(steps: int) -> None:
     on_gpu = torch.cuda.is_available()
     make_model(HOME / "model", torch.device("cuda" if on_gpu else "cpu"), PROMPT + (512 if on_gpu else 32))
     build_tokenizer().save_pretrained(HOME / "model")
-    print(f"{'mode':14}" + "".join(f"{name.partition('/')[2]:>10}" for name in SHOWN), flush=True)
-    with ray_session(HOME, 2, False):
+    config = config_of("sync", steps, on_gpu)
+    with ray_session(HOME, 2, False), RewardRunner(config.reward) as rewards, closing(Roles(config, "modes")) as roles:
+        print(f"{'mode':14}" + "".join(f"{name.partition('/')[2]:>10}" for name in SHOWN), flush=True)
         for mode in MODES:
-            times = measure(mode, steps)
+            times = measure(mode, steps, roles, rewards)
             print(f"{mode:14}" + "".join(f"{value:10.2f}" for value in times.values()), flush=True)
 
 
