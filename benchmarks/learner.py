@@ -70,7 +70,7 @@ CASES = {
         band=(48, 80),
     ),
     "remax": Case("remax", (*UNSCALED, "rollout.n=8"), band=(84, 95)),
-    "tools": Case("grpo", band=(10, 13), task="tools"),
+    "tools": Case("grpo", band=(12, 18), task="tools"),
 }
 
 
