@@ -12,6 +12,8 @@ from rl_core.errors import InputError
 from rl_core.models.load import check_model_folder, empty_causal_lm, load_tokenizer
 from rl_core.models.lora import add_adapters
 from rl_core.rewards.model import check_reward_model
+from rl_core.rollout.environment import resolve_environment
+from rl_core.rollout.tools import resolve_tools
 from rl_core.storage import Store
 from tasks.tracking import check_tracking, default_tracking_uri
 
@@ -27,7 +29,8 @@ def check_home(home: Path) -> None:
 
 
 def preflight(composed: Composed, home: Path) -> None:
-    """InputError for the first thing that the run could not work with: home, storage, MLflow, model, source, device."""
+    """InputError for the first thing that the run could not work with: home, storage, MLflow, model, source, tools,
+    environment, device."""
     config = composed.config
     check_home(home)
     if config.storage.root:
@@ -42,4 +45,7 @@ def preflight(composed: Composed, home: Path) -> None:
     load_source(config.data.source)
     ESTIMATORS.resolve(config.algorithm.estimator)
     POLICY_LOSSES.resolve(config.actor.policy_loss)
+    resolve_tools(config.agent.tools)
+    if config.agent.environment:
+        resolve_environment(config.agent.environment)
     resolve_device(config.trainer)
