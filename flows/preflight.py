@@ -1,19 +1,22 @@
 """What is looked at before anything starts, so that a person's mistake costs seconds."""
 
 from pathlib import Path
+from typing import Any
 
 from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import resolve_device
 from rl_core.config.compose import Composed
+from rl_core.config.schema import AgentConfig
 from rl_core.data.dataset import check_tokenizer
 from rl_core.data.sources import load_source
-from rl_core.errors import InputError
-from rl_core.models.load import check_model_folder, empty_causal_lm, load_tokenizer
+from rl_core.errors import InputError, TransientError
+from rl_core.models.load import check_model_folder, empty_causal_lm, load_tokenizer, stop_tokens
 from rl_core.models.lora import add_adapters
 from rl_core.rewards.model import check_reward_model
 from rl_core.rollout.environment import resolve_environment
-from rl_core.rollout.tools import resolve_tools
+from rl_core.rollout.partners import chat_template
+from rl_core.rollout.tool_runner import tool_schemas
 from rl_core.storage import Store
 from tasks.tracking import check_tracking, default_tracking_uri
 
@@ -28,16 +31,31 @@ def check_home(home: Path) -> None:
         ) from error
 
 
+def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:
+    """Schemas of all tools; InputError when a tool, an MCP server or the environment is not there."""
+    if agent.environment:
+        resolve_environment(agent.environment)
+    try:
+        return tool_schemas(agent)
+    except TransientError as error:
+        fix = "start the server, or check its address or command line"
+        raise InputError("MCP servers that list their tools", str(error), "agent.mcp_servers", fix) from error
+
+
 def preflight(composed: Composed, home: Path) -> None:
-    """InputError for the first thing that the run could not work with: home, storage, MLflow, model, source, tools,
-    environment, device."""
+    """InputError for the first thing that the run could not work with: home, storage, MLflow, tools, environment,
+    model, source, device."""
     config = composed.config
     check_home(home)
     if config.storage.root:
         Store(config.storage.root).check_writable()
     check_tracking(config.tracking.uri or default_tracking_uri(home))
+    schemas = check_agent(config.agent)
     if config.model.path != "tiny":
-        check_tokenizer(load_tokenizer(check_model_folder(config.model.path)), config.model.path)
+        folder = check_model_folder(config.model.path)
+        tokenizer = load_tokenizer(folder)
+        check_tokenizer(tokenizer, config.model.path)
+        chat_template(tokenizer, schemas, config.agent, stop_tokens(folder))
         if config.model.lora.rank:
             add_adapters(empty_causal_lm(config.model.path), config.model.lora)
     if config.reward.model.path:
@@ -45,7 +63,4 @@ def preflight(composed: Composed, home: Path) -> None:
     load_source(config.data.source)
     ESTIMATORS.resolve(config.algorithm.estimator)
     POLICY_LOSSES.resolve(config.actor.policy_loss)
-    resolve_tools(config.agent.tools)
-    if config.agent.environment:
-        resolve_environment(config.agent.environment)
     resolve_device(config.trainer)
