@@ -11,7 +11,7 @@ from rl_core.config.schema import AgentConfig
 from rl_core.data.dataset import check_tokenizer
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError, TransientError
-from rl_core.models.load import check_model_folder, empty_causal_lm, load_tokenizer, stop_tokens
+from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm, load_tokenizer, stop_tokens
 from rl_core.models.lora import add_adapters
 from rl_core.rewards.model import check_reward_model
 from rl_core.rollout.environment import resolve_environment
@@ -56,6 +56,7 @@ def preflight(composed: Composed, home: Path) -> None:
         tokenizer = load_tokenizer(folder)
         check_tokenizer(tokenizer, config.model.path)
         chat_template(tokenizer, schemas, config.agent, stop_tokens(folder))
+        check_shape(folder, config.max_length, config.rollout.tensor_parallel_size)
         if config.model.lora.rank:
             add_adapters(empty_causal_lm(config.model.path), config.model.lora)
     if config.reward.model.path:
