@@ -7,7 +7,7 @@ from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import resolve_device
 from rl_core.config.compose import Composed
-from rl_core.config.schema import AgentConfig
+from rl_core.config.schema import AgentConfig, RunConfig
 from rl_core.data.dataset import check_tokenizer
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError, TransientError
@@ -42,6 +42,20 @@ def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:
         raise InputError("MCP servers that list their tools", str(error), "agent.mcp_servers", fix) from error
 
 
+def check_engines(config: RunConfig) -> None:
+    """InputError when CUDA is asked for and there is none, and when a machine would have several engines of several
+    ranks on its CPUs: vLLM gives their shared memory one name."""
+    device, size = resolve_device(config.trainer), config.rollout.tensor_parallel_size
+    ranks = config.rollout.ranks_per_node or config.trainer.ranks_per_node
+    if device == "cpu" and 1 < size < ranks:
+        raise InputError(
+            "one tensor-parallel engine a machine on CPUs",
+            f"{ranks} ranks in engines of {size}",
+            f"rollout.tensor_parallel_size={size}",
+            f"set rollout.tensor_parallel_size={ranks}, or 1",
+        )
+
+
 def preflight(composed: Composed, home: Path) -> None:
     """InputError for the first thing that the run could not work with: home, storage, MLflow, tools, environment,
     model, source, device."""
@@ -64,4 +78,4 @@ def preflight(composed: Composed, home: Path) -> None:
     load_source(config.data.source)
     ESTIMATORS.resolve(config.algorithm.estimator)
     POLICY_LOSSES.resolve(config.actor.policy_loss)
-    resolve_device(config.trainer)
+    check_engines(config)

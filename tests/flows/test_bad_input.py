@@ -39,6 +39,7 @@ def parquet(path: Path, rows: list[dict]) -> str:
         (["demo", "agent.tools=[calculater]"], "did you mean calculator"),
         (["demo", "agent.environment=no_module_here:Game"], "ModuleNotFoundError"),
         (["demo", "agent.mcp_servers=[http://127.0.0.1:9/mcp]"], "127.0.0.1:9 does not list its tools"),
+        (["demo", "rollout={tensor_parallel_size: 2, ranks_per_node: 4}", "model.tiny.heads=2"], "engines of 2"),
         (["demo", "--resume"], "resume"),
         (["demo", "--run", "../x"], "run name"),
     ],
