@@ -38,7 +38,7 @@ def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:
     try:
         return tool_schemas(agent)
     except TransientError as error:
-        fix = "start the server, or check its address or command line"
+        fix = "start the server and check its address, or run its command by hand to see what it says"
         raise InputError("MCP servers that list their tools", str(error), "agent.mcp_servers", fix) from error
 
 
