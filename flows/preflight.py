@@ -1,17 +1,22 @@
 """What is looked at before anything starts, so that a person's mistake costs seconds."""
 
 from pathlib import Path
+from typing import Any
 
 from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import resolve_device
 from rl_core.config.compose import Composed
+from rl_core.config.schema import AgentConfig, RunConfig
 from rl_core.data.dataset import check_tokenizer
 from rl_core.data.sources import load_source
-from rl_core.errors import InputError
-from rl_core.models.load import check_model_folder, empty_causal_lm, load_tokenizer
+from rl_core.errors import InputError, TransientError
+from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm, load_tokenizer, stop_tokens
 from rl_core.models.lora import add_adapters
 from rl_core.rewards.model import check_reward_model
+from rl_core.rollout.environment import resolve_environment
+from rl_core.rollout.partners import chat_template
+from rl_core.rollout.tool_runner import tool_schemas
 from rl_core.storage import Store
 from tasks.tracking import check_tracking, default_tracking_uri
 
@@ -26,15 +31,46 @@ def check_home(home: Path) -> None:
         ) from error
 
 
+def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:
+    """Schemas of all tools; InputError when a tool, an MCP server or the environment is not there."""
+    if agent.environment:
+        resolve_environment(agent.environment)
+    try:
+        return tool_schemas(agent)
+    except TransientError as error:
+        fix = "start the server and check its address, or run its command by hand to see what it says"
+        raise InputError("MCP servers that list their tools", str(error), "agent.mcp_servers", fix) from error
+
+
+def check_engines(config: RunConfig) -> None:
+    """InputError when CUDA is asked for and there is none, and when a machine would have several engines of several
+    ranks on its CPUs: vLLM gives their shared memory one name."""
+    device, size = resolve_device(config.trainer), config.rollout.tensor_parallel_size
+    ranks = config.rollout.ranks_per_node or config.trainer.ranks_per_node
+    if device == "cpu" and 1 < size < ranks:
+        raise InputError(
+            "one tensor-parallel engine a machine on CPUs",
+            f"{ranks} ranks in engines of {size}",
+            f"rollout.tensor_parallel_size={size}",
+            f"set rollout.tensor_parallel_size={ranks}, or 1",
+        )
+
+
 def preflight(composed: Composed, home: Path) -> None:
-    """InputError for the first thing that the run could not work with: home, storage, MLflow, model, source, device."""
+    """InputError for the first thing that the run could not work with: home, storage, MLflow, tools, environment,
+    model, source, device."""
     config = composed.config
     check_home(home)
     if config.storage.root:
         Store(config.storage.root).check_writable()
     check_tracking(config.tracking.uri or default_tracking_uri(home))
+    schemas = check_agent(config.agent)
     if config.model.path != "tiny":
-        check_tokenizer(load_tokenizer(check_model_folder(config.model.path)), config.model.path)
+        folder = check_model_folder(config.model.path)
+        tokenizer = load_tokenizer(folder)
+        check_tokenizer(tokenizer, config.model.path)
+        chat_template(tokenizer, schemas, config.agent, stop_tokens(folder))
+        check_shape(folder, config.max_length, config.rollout.tensor_parallel_size)
         if config.model.lora.rank:
             add_adapters(empty_causal_lm(config.model.path), config.model.lora)
     if config.reward.model.path:
@@ -42,4 +78,4 @@ def preflight(composed: Composed, home: Path) -> None:
     load_source(config.data.source)
     ESTIMATORS.resolve(config.algorithm.estimator)
     POLICY_LOSSES.resolve(config.actor.policy_loss)
-    resolve_device(config.trainer)
+    check_engines(config)

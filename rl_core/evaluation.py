@@ -21,6 +21,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Mean greedy score, mean sampled score over `evaluation.sampled_n` responses a prompt, and a few answers.
 
+    As in training, what tools and environment gave is part of a score. A conversation that has failed has 0; raises
+    TransientError when these are more than `reward.max_failed_share`, or a response could not be scored.
     Seeds depend on the run's seed only, so the scores before and after training are of the same draws.
     """
     greedy, texts = _scores(config, rows, roles, rewards, tokenizer, 0.0, 1)
@@ -53,7 +55,14 @@ def _scores(
     seeds = response_seeds([config.trainer.seed, 0, 0], len(prompts))
     batch = roles.rollout.generate_sequences(prompts.union(DataProto.from_dict({}, {"seed": seeds})), temperature)
     texts, results = answer_texts(batch, tokenizer), scores(batch, rewards, tokenizer)
-    failed = [result for result in results if result.score is None]
-    if failed:
-        raise TransientError(f"{len(failed)} held-out responses could not be scored: {failed[0].detail}")
-    return torch.tensor([result.score for result in results]), texts
+    lost_B = torch.tensor([status == "failed" for status in batch.non_tensor_batch["status"]])
+    unscored = [r for r, lost in zip(results, lost_B.tolist(), strict=True) if r.score is None and not lost]
+    if unscored:
+        raise TransientError(f"{len(unscored)} held-out responses could not be scored: {unscored[0].detail}")
+    if lost_B.sum() > config.reward.max_failed_share * len(batch):
+        raise TransientError(
+            f"{int(lost_B.sum())} of {len(batch)} held-out conversations have failed, more than "
+            f"reward.max_failed_share={config.reward.max_failed_share}: {results[int(lost_B.int().argmax())].detail}"
+        )
+    score_B = torch.tensor([result.score or 0.0 for result in results])
+    return score_B + config.reward.turn_weight * batch.batch["turn_reward"] * ~lost_B, texts

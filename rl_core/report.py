@@ -69,6 +69,16 @@ _CHARTS = (
     _Chart("KL to the reference", "How far the policy has moved, nats per token.", (("kl/ref", ""),)),
     _Chart("Entropy", "Spread of the policy's choices, nats per token.", (("actor/entropy", ""),)),
     _Chart("Response length", "Mean over a step's responses, tokens.", (("response_length/mean", ""),)),
+    _Chart(
+        "Turns and calls",
+        "Means of a step's conversations: turns of the policy, calls of tools and answers of the environment.",
+        (("turns/mean", "turns"), ("tools/calls_mean", "calls")),
+    ),
+    _Chart(
+        "Failures",
+        "Shares: calls that ended in an error, conversations that failed.",
+        (("tools/failed_share", "calls"), ("rollout/failed_share", "conversations")),
+    ),
     _Chart("Gradient norm", "Global L2 norm before clipping.", (("actor/grad_norm", ""),)),
     _Chart("Learning rate", "Of the policy's optimizer.", (("actor/lr", ""),)),
     _Chart("Throughput", "Tokens of a step over its time, tokens per second.", (("perf/tokens_per_s", ""),)),

@@ -318,6 +318,11 @@ class RunConfig(Section):
                 "ranks that roll out",
             ),
             (
+                self.model.path != "tiny" or self.model.tiny.heads % rollout.tensor_parallel_size == 0,
+                f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} must divide model.tiny.heads="
+                f"{self.model.tiny.heads}",
+            ),
+            (
                 not compares or (rollout.top_p == 1 and not rollout.top_k),
                 "corrections and stale rollouts compare log-probs of engine and trainer, which rollout.top_p and "
                 "rollout.top_k make those of a part of the vocabulary; set rollout.top_p=1 and rollout.top_k=0",

@@ -40,6 +40,30 @@ def check_model_folder(path: str) -> Path:
     return folder
 
 
+def check_shape(path: str | Path, max_length: int, tensor_parallel_size: int) -> None:
+    """InputError when sequences of `max_length` tokens are longer than the model's, or when its attention heads cannot
+    be shared out over the ranks of a rollout engine."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    where = f"config.json of {path}"
+    stretched = (getattr(config, "rope_scaling", None) or {}).get("factor") or 1.0
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and max_length > limit * max(stretched, 1.0):
+        raise InputError(
+            f"a model for the {max_length} tokens of data.max_prompt_length + data.max_response_length",
+            f"max_position_embeddings={limit}",
+            where,
+            "set shorter lengths or take another model",
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if heads and heads % tensor_parallel_size:
+        raise InputError(
+            f"attention heads that rollout.tensor_parallel_size={tensor_parallel_size} divides",
+            f"num_attention_heads={heads}",
+            where,
+            "set another rollout.tensor_parallel_size",
+        )
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer; InputError when it cannot be loaded."""
     try:

@@ -79,11 +79,20 @@ class EnvironmentSession:
 
 @functools.cache
 def resolve_environment(name: str) -> type[Environment]:
-    """The class for `package.module:Class`; raises InputError when it cannot be imported or is something else."""
+    """The class for `package.module:Class`; raises InputError when it cannot be imported, is something else, has no
+    `step` of its own or cannot be made and sent to another process."""
     where = "agent.environment"
     found = import_named(name, where, "package.module:Class of an environment")
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise InputError("a class derived from Environment", f"'{name}'", where, "name such a class of the module")
+    if found.step is Environment.step:
+        raise InputError("an environment with a method `step`", f"'{name}' has none", where, "give it one")
+    try:
+        pickle.dumps(found())
+    except Exception as error:  # a user's class may fail in any way
+        seen = f"'{name}' ({type(error).__name__}: {error})"
+        fix = "let it be made without arguments, and open what cannot be pickled inside `step`"
+        raise InputError("an environment that can be sent to another process", seen, where, fix) from error
     return found
 
 

@@ -101,6 +101,7 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("rollout.mode=async", ["rollout.mode=async", "needs rollout.ranks_per_node"]),
         ("rollout.nodes=2", ["rollout.nodes=2 needs rollout.ranks_per_node"]),
         ("rollout.tensor_parallel_size=2", ["rollout.tensor_parallel_size=2 must divide the 1 ranks that roll out"]),
+        ("rollout={tensor_parallel_size: 3, ranks_per_node: 3}", ["=3 must divide model.tiny.heads="]),
         ("rollout={mode: async, ranks_per_node: 1, top_p: 0.9}", ["compare log-probs", "set rollout.top_p=1"]),
         ("rollout={mode: async, ranks_per_node: 1, log_probs: false}", ["set rollout.log_probs=true"]),
         ("actor.mini_batch_size=7", ["must divide", "data.train_batch_size (recipe demo)"]),

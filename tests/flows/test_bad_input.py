@@ -36,12 +36,18 @@ def parquet(path: Path, rows: list[dict]) -> str:
         (["demo", "model.path=/no/such/model"], "/no/such/model"),
         (["demo", "data.source=gsm9k"], "gsm8k"),
         (["demo", "tracking.uri=http://127.0.0.1:9"], "MLflow"),
+        (["demo", "agent.tools=[calculater]"], "did you mean calculator"),
+        (["demo", "agent.environment=no_module_here:Game"], "ModuleNotFoundError"),
+        (["demo", "agent.mcp_servers=[http://127.0.0.1:9/mcp]"], "127.0.0.1:9 does not list its tools"),
+        (["demo", "rollout={tensor_parallel_size: 2, ranks_per_node: 4}", "model.tiny.heads=2"], "engines of 2"),
         (["demo", "--resume"], "resume"),
         (["demo", "--run", "../x"], "run name"),
     ],
 )
 def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str) -> None:
+    runs = set(home.glob("runs/*"))
     assert words in refused(home, "run", *arguments)
+    assert set(home.glob("runs/*")) == runs
 
 
 def test_a_home_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rl_core.models.load import (
     PolicyModel,
     ValueModel,
     check_model_folder,
+    check_shape,
     empty_causal_lm,
     load_tokenizer,
     stop_tokens,
@@ -49,6 +51,25 @@ def test_a_folder_that_is_no_checkpoint_is_an_input_error(
     assert seen in raised.value.seen
     assert raised.value.where == f"model.path={folder}"
     assert "model.path=FOLDER" in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "seen"),
+    [
+        ({"max_position_embeddings": 40}, 1, None),
+        ({"max_position_embeddings": 39}, 1, "max_position_embeddings=39"),
+        ({"max_position_embeddings": 20, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1, None),
+        ({"num_attention_heads": 4}, 2, None),
+        ({"num_attention_heads": 3}, 2, "num_attention_heads=3"),
+    ],
+)
+def test_a_model_that_cannot_hold_the_sequences_or_be_shared_out_is_an_input_error(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, object], ranks: int, seen: str | None
+) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40} | changes))
+    with nullcontext() if seen is None else pytest.raises(InputError, match=seen):
+        check_shape(tmp_path, 40, ranks)
 
 
 @pytest.mark.parametrize("tokenizer", [None, "{}", "{"], ids=["none", "empty", "broken JSON"])

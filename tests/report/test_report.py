@@ -108,6 +108,12 @@ def test_few_records_and_nothing_else(count: int) -> None:
     assert "Samples" not in page.text and "Settings" not in page.text and "score" not in page.text.split("Training")[0]
 
 
+def test_conversations_have_charts_of_turns_and_of_what_failed() -> None:
+    talks = {"turns/mean": 2.0, "tools/calls_mean": 1.0, "tools/failed_share": 0.5, "rollout/failed_share": 0.0}
+    html = render_report(RUN, records(5, **talks), [], SUMMARY)
+    assert set(headings(html)) - set(TITLES) == {"Turns and calls", "Failures"}
+
+
 def test_one_gap_in_a_series_does_not_hide_it() -> None:
     some = records(9)
     some[4]["metrics"]["reward/mean"] = math.nan

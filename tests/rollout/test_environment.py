@@ -68,7 +68,15 @@ def test_an_environment_that_fails_or_hangs_fails_its_trajectory_only() -> None:
     assert fine.status == "ok"
 
 
-def test_environments_that_do_not_exist_are_refused() -> None:
-    for name, message in (("tools_for_tests:Diary", "derived from Environment"), ("tools_for_tests:X", "imported")):
-        with pytest.raises(InputError, match=message):
-            ToolRunner(AgentConfig(environment=name))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Diary", "derived from Environment"),
+        ("X", "imported"),
+        ("NoStep", "has none"),
+        ("Particular", "missing 1 required positional argument: 'limit'"),
+    ],
+)
+def test_names_without_a_usable_environment_are_refused(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ToolRunner(AgentConfig(environment=f"tools_for_tests:{name}"))

@@ -124,6 +124,24 @@ class NoSchema(Tool):
     name = "no_schema"
 
 
+class NoExecute(Written):
+    execute = Tool.execute
+
+
+class NoStep(Environment):
+    pass
+
+
+class Particular(Environment):
+    """Cannot be made without an argument."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def step(self, turn: str) -> EnvironmentStep:
+        return EnvironmentStep(done=True)
+
+
 class Countdown(Environment):
     """Counts turns down; some turns make it misbehave."""
 

@@ -120,7 +120,7 @@ def tool(function: Function) -> Function:
 def unusable(where: str, error: Exception) -> InputError:
     """The error for a tool that has no schema."""
     seen = f"{type(error).__name__}: {error}"
-    fix = "give every parameter a type hint of which JSON has values, or derive a class from Tool"
+    fix = "give every parameter a type hint of which JSON has values, or derive a class with `execute` from Tool"
     return InputError("a tool with a schema", seen, where, fix)
 
 

@@ -20,7 +20,8 @@ def resolve_tools(names: tuple[str, ...]) -> dict[str, ToolFactory]:
     """What makes each named tool, by the name that the policy calls it.
 
     A name is that of a tool that comes along, or `package.module:name` of a function or a class derived from Tool.
-    Raises InputError when there is none, when it has no usable schema, and when two tools have the same name.
+    Raises InputError when there is none, when it has no usable schema or no `execute`, and when two tools have the
+    same name.
     """
     factories: dict[str, ToolFactory] = {}
     for name in names:
@@ -79,6 +80,8 @@ def _checked_name(factory: ToolFactory, where: str) -> str:
         name = made.schema()["function"]["name"]
         if not (isinstance(name, str) and name):
             raise TypeError("it has no name")
+        if type(made).execute is Tool.execute:
+            raise TypeError("it has no method `execute`")
         pickle.dumps(made)
     except Exception as error:  # a user's class may fail in any way
         raise unusable(where, error) from error
