@@ -9,6 +9,7 @@ from pebble import ProcessExpired, ProcessPool
 from rl_core.config.schema import RewardConfig
 from rl_core.errors import TransientError
 from rl_core.processes import PoolContext
+from rl_core.rewards.code import code, warn_without_namespaces
 from rl_core.rewards.scorers import Row, resolve_scorer
 from rl_core.rewards.worker import RewardResult, failure, score_chunk, start
 
@@ -26,11 +27,13 @@ MAX_RESTARTS = 3
 def check_scorers(config: RewardConfig, rows: list[Row]) -> None:
     """Raises InputError when the scorer of any row does not exist."""
     if config.function:
-        resolve_scorer(config.function)
-        return
-    first = {row["data_source"]: number for number, row in reversed(list(enumerate(rows, start=1)))}
-    for name, number in first.items():
-        resolve_scorer(name, f"data_source of row {number}, as reward.function is unset")
+        scorers = [resolve_scorer(config.function)]
+    else:
+        first = {row["data_source"]: number for number, row in reversed(list(enumerate(rows, start=1)))}
+        where = "data_source of row {}, as reward.function is unset"
+        scorers = [resolve_scorer(name, where.format(number)) for name, number in first.items()]
+    if code in scorers:
+        warn_without_namespaces()
 
 
 class Scoring(Protocol):

@@ -57,7 +57,7 @@ def none(response: str, row: Row) -> float:
 
 
 SCORERS: dict[str, Scorer] = {"none": none, "exact": exact, "positions": positions, "numeric": numeric, "gsm8k": gsm8k}
-LAZY: dict[str, str] = {"math": "rl_core.rewards.mathematics:boxed"}
+LAZY: dict[str, str] = {"math": "rl_core.rewards.mathematics:boxed", "code": "rl_core.rewards.code:code"}
 """Scorers whose modules load much, and are imported when first used."""
 
 
