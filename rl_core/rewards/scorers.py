@@ -56,8 +56,19 @@ def none(response: str, row: Row) -> float:
     return 0.0
 
 
-SCORERS: dict[str, Scorer] = {"none": none, "exact": exact, "positions": positions, "numeric": numeric, "gsm8k": gsm8k}
-LAZY: dict[str, str] = {"math": "rl_core.rewards.mathematics:boxed", "code": "rl_core.rewards.code:code"}
+SCORERS: dict[str, Scorer] = {
+    "none": none,
+    "judge": none,
+    "exact": exact,
+    "positions": positions,
+    "numeric": numeric,
+    "gsm8k": gsm8k,
+}
+LAZY: dict[str, str] = {
+    "math": "rl_core.rewards.mathematics:boxed",
+    "code": "rl_core.rewards.code:code",
+    "reasoning_gym": "rl_core.rewards.reasoning:reasoning_gym",
+}
 """Scorers whose modules load much, and are imported when first used."""
 
 
