@@ -1,6 +1,8 @@
 """Answers of mathematics, compared as values by math-verify."""
 
 import logging
+import re
+from decimal import Decimal
 
 from math_verify import parse, verify
 
@@ -9,6 +11,7 @@ from rl_core.rewards.scorers import WINDOW, Row, truth_of
 
 # It warns that its timeouts are off. They are alarms within this process; the runner kills the process instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+_POWER = re.compile(r"\d[\d,]*(?:\.\d+)?[eE]([-+]?\d+)")
 
 
 def boxed(response: str, row: Row) -> float:
@@ -35,4 +38,9 @@ def _values(text: str) -> list[object]:
 
 def _window(text: str) -> str:
     # A formula that is cut by the window's start must not be read as another one.
-    return text if len(text) <= WINDOW else text[-WINDOW:].partition(" ")[2]
+    near = text if len(text) <= WINDOW else text[-WINDOW:].partition(" ")[2]
+    return _POWER.sub(_written_out, near)  # else 18e1 is read as 18
+
+
+def _written_out(number: re.Match[str]) -> str:
+    return format(Decimal(number[0].replace(",", "")), "f") if len(number[1]) <= 4 else ""

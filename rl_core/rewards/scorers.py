@@ -23,6 +23,7 @@ WINDOW = 1000
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]])(?P<sign>[-+\u2212]))?(?:\$(?P<inner>[-+\u2212]?))?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<power>[eE][-+]?[0-9]{1,9})?"
 )
 
 
@@ -138,5 +139,5 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def _value(match: re.Match[str]) -> Decimal:
-    number = Decimal(match["digits"].replace(",", ""))
+    number = Decimal(match["digits"].replace(",", "") + (match["power"] or ""))
     return -number if (match["sign"] or match["inner"]) in ("-", "\u2212") else number

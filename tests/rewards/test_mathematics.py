@@ -29,6 +29,8 @@ def row(truth: str) -> dict[str, object]:
         (r"\boxed{}", "0", 0.0),
         (r"\boxed{-5}", "5", 0.0),
         ("7" * 5000, "7" * 1000, 0.0),
+        ("the answer is 18e1", "18", 0.0),
+        ("the answer is 18e-1", "1.8", 1.0),
         ("nothing", "1", 0.0),
         ("", "1", 0.0),
     ],
