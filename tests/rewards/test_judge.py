@@ -39,23 +39,23 @@ class Handler(BaseHTTPRequestHandler):
             self.server.questions.append(question)
             self.server.keys.add(self.headers["Authorization"])
             self.server.busy -= 1
-            refused = self.server.busy >= 0
+            refused = (429, 500)[self.server.busy % 2] if self.server.busy >= 0 else 0
             self.server.at_once += 1
             self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
         self.answer(question.splitlines()[-1], refused)
         with self.server.lock:
             self.server.at_once -= 1
 
-    def answer(self, wish: str, refused: bool) -> None:
+    def answer(self, wish: str, refused: int) -> None:
         kind, _, rest = wish.partition(" ")
         if kind == "sleep":
             time.sleep(float(rest))
-        status = 429 if refused else int(rest) if kind == "status" else 200
+        status = refused or (int(rest) if kind == "status" else 200)
         content = {"choices": [{"message": {"content": wish}}]} if status == 200 else {"error": f"bad key {KEY}"}
         data = b"no json" if kind == "garbage" else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
-        if refused:
+        if refused == 429:
             self.send_header("Retry-After", "0")
         self.end_headers()
         self.wfile.write(data)
