@@ -36,6 +36,10 @@ RUN_CONTROL_KEYS = frozenset(
         "trainer.call_timeout_s",
         "reward.processes",
         "reward.timeout_s",
+        "reward.judge.key_env",
+        "reward.judge.requests",
+        "reward.judge.timeout_s",
+        "reward.judge.retries",
     }
 )
 

@@ -1,6 +1,8 @@
 """The settings of scoring: who gives a response its score, and what failing may cost."""
 
-from pydantic import Field
+import re
+
+from pydantic import Field, model_validator
 
 from rl_core.config.learning import Section
 
@@ -18,6 +20,47 @@ class RewardModelConfig(Section):
     """Worker processes a machine of its own pool; unset shares the places of actor and critic."""
 
 
+class JudgeConfig(Section):
+    """A language model behind an OpenAI-compatible server that scores the rows whose scorer is `judge`."""
+
+    url: str | None = None
+    """Address of the server, as in http://127.0.0.1:8000/v1; unset: no judge."""
+    model: str = ""
+    """Name of the model at the server."""
+    key_env: str | None = None
+    """NAME of the environment variable that holds the key; unset sends none."""
+    prompt: str = (
+        "Question:\n{prompt}\n\nReference answer:\n{ground_truth}\n\nAnswer to judge:\n{response}\n\n"
+        "Judge the answer by the reference. End with a line `Score: ` and a number from 0 (wrong) to 1 (right)."
+    )
+    """What the judge is asked; {prompt}, {response} and {ground_truth} are filled in."""
+    score_pattern: str = r"(?i)score:\s*([-+]?\d+(?:\.\d+)?)"
+    """Regular expression whose first group, where it last matches the judge's answer, is the score."""
+    score_field: str | None = None
+    """Field of the JSON object in the judge's answer that is the score; read instead of `score_pattern`."""
+    requests: int = Field(16, ge=1)
+    """Requests at a time."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Seconds without a word of the server after which a request has failed."""
+    retries: int = Field(4, ge=0)
+    """Further tries, ever longer apart, when the server is busy (429), broken (5xx), silent or out of reach."""
+
+    @model_validator(mode="after")
+    def _usable(self) -> "JudgeConfig":
+        try:
+            groups = re.compile(self.score_pattern).groups
+        except re.error:
+            groups = 0
+        checks = [
+            (groups >= 1, "reward.judge.score_pattern must be a regular expression with a group that is the score"),
+            ("{response}" in self.prompt, "reward.judge.prompt must have a place {response}"),
+            (not self.url or self.model, "reward.judge.url needs reward.judge.model, the model's name at the server"),
+        ]
+        if problems := [message for fine, message in checks if not fine]:
+            raise ValueError("; ".join(problems))
+        return self
+
+
 class RewardConfig(Section):
     function: str | None = None
     """Scorer for all rows: a name from rl_core/rewards/scorers.py or `package.module:function`; unset takes the
@@ -25,6 +68,8 @@ class RewardConfig(Section):
     rewards."""
     model: RewardModelConfig = RewardModelConfig()
     """A reward model beside the scorer."""
+    judge: JudgeConfig = JudgeConfig()
+    """The judge that scorer `judge` asks (docs/rewards.md)."""
     turn_weight: float = 1.0
     """What the rewards of tools and environment are multiplied with before they are added to the scorer's."""
     timeout_s: float = Field(10.0, gt=0)

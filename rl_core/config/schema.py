@@ -46,6 +46,8 @@ class DataConfig(Section):
     """Number of held-out rows to make or keep; unset keeps all."""
     difficulty: int = Field(5, ge=1)
     """Size of a made problem (digits in a line for `sort_digits`)."""
+    tasks: tuple[str, ...] = ()
+    """Names of tasks of the source, in equal shares; only read by source `reasoning_gym`."""
     train_batch_size: int = Field(64, ge=1)
     """Prompts per step."""
     max_prompt_length: int = Field(512, ge=1)

@@ -9,6 +9,8 @@ from pebble import ProcessExpired, ProcessPool
 from rl_core.config.schema import RewardConfig
 from rl_core.errors import TransientError
 from rl_core.processes import PoolContext
+from rl_core.rewards.code import code, warn_without_namespaces
+from rl_core.rewards.judge import JUDGE, Judge, check_judge
 from rl_core.rewards.scorers import Row, resolve_scorer
 from rl_core.rewards.worker import RewardResult, failure, score_chunk, start
 
@@ -24,13 +26,16 @@ MAX_RESTARTS = 3
 
 
 def check_scorers(config: RewardConfig, rows: list[Row]) -> None:
-    """Raises InputError when the scorer of any row does not exist."""
-    if config.function:
-        resolve_scorer(config.function)
-        return
+    """Raises InputError when the scorer of any row does not exist or lacks a setting."""
     first = {row["data_source"]: number for number, row in reversed(list(enumerate(rows, start=1)))}
-    for name, number in first.items():
-        resolve_scorer(name, f"data_source of row {number}, as reward.function is unset")
+    where = {name: f"data_source of row {number}, as reward.function is unset" for name, number in first.items()}
+    if config.function:
+        where = {config.function: "reward.function"}
+    scorers = [resolve_scorer(*item) for item in where.items()]
+    if code in scorers:
+        warn_without_namespaces()
+    if JUDGE in where:
+        check_judge(config.judge)
 
 
 class Scoring(Protocol):
@@ -49,6 +54,7 @@ class RewardRunner:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
+        self._judge = Judge(config.judge) if config.judge.url else None
         self._pool = self._new_pool()
 
     def __enter__(self) -> "RewardRunner":
@@ -59,8 +65,9 @@ class RewardRunner:
 
     def close(self) -> None:
         """End the scoring processes, whatever they are doing."""
-        self._pool.stop()
-        self._pool.join()
+        self._stop_pool()
+        if self._judge:
+            self._judge.close()
 
     def score(self, responses: list[str], rows: list[Row]) -> list[RewardResult]:
         """One result a response, in order; row i belongs to response i.
@@ -69,35 +76,48 @@ class RewardRunner:
         """
         if len(responses) != len(rows):
             raise ValueError(f"{len(responses)} responses for {len(rows)} rows")
+        names = [self.config.function or row["data_source"] for row in rows]
+        judged = [i for i, name in enumerate(names) if name == JUDGE]
+        if judged and not self._judge:
+            check_judge(self.config.judge)
+        asked = self._judge.ask([responses[i] for i in judged], [rows[i] for i in judged]) if self._judge else []
+        results = self._score_in_pool([i for i, name in enumerate(names) if name != JUDGE], names, responses, rows)
+        if self._judge:
+            results |= zip(judged, self._judge.answers(asked), strict=True)
+        return [results[i] for i in range(len(rows))]
+
+    def _score_in_pool(
+        self, members: list[int], names: list[str], responses: list[str], rows: list[Row]
+    ) -> dict[int, RewardResult]:
         results: dict[int, RewardResult] = {}
         pending: dict[Future[list[RewardResult]], list[int]] = {}
-        waiting = _chunks(len(rows), self.config.processes)
+        waiting = _chunks(members, self.config.processes)
         restarts = 0
         while waiting or pending:
             if not self._pool.active:
                 restarts += 1
                 if restarts > MAX_RESTARTS:
                     raise TransientError(f"the scoring processes died {restarts} times within one call")
-                self.close()
+                self._stop_pool()
                 self._pool = self._new_pool()
                 waiting += pending.values()
                 pending.clear()
-            pending |= {self._submit(members, responses, rows): members for members in waiting}
+            pending |= {self._submit(chunk, names, responses, rows): chunk for chunk in waiting}
             waiting = []
             patience = self.config.timeout_s + START_S
             done, _ = wait(pending, timeout=patience, return_when=FIRST_COMPLETED)
             if not done:
                 raise TransientError(f"scoring waited {patience:.0f} s for {len(pending)} chunks and none ended")
             for future in done:
-                members = pending.pop(future)
-                scored, rest = self._outcome(future, members)
+                scored, rest = self._outcome(future, pending.pop(future))
                 results |= scored
                 waiting += rest
-        return [results[i] for i in range(len(rows))]
+        return results
 
-    def _submit(self, members: list[int], responses: list[str], rows: list[Row]) -> Future[list[RewardResult]]:
-        names = [self.config.function or rows[i]["data_source"] for i in members]
-        chunk = names, [responses[i] for i in members], [rows[i] for i in members]
+    def _submit(
+        self, members: list[int], names: list[str], responses: list[str], rows: list[Row]
+    ) -> Future[list[RewardResult]]:
+        chunk = [names[i] for i in members], [responses[i] for i in members], [rows[i] for i in members]
         # Half the time to begin responses in leaves each of them about the other half before the chunk is killed.
         args = (*chunk, self.config.timeout_s / 2)
         return self._pool.schedule(score_chunk, args=args, timeout=self.config.timeout_s)
@@ -121,6 +141,10 @@ class RewardRunner:
             return {members[0]: lost}, []
         return {}, [[member] for member in members]  # one by one, so that only the guilty response is lost
 
+    def _stop_pool(self) -> None:
+        self._pool.stop()
+        self._pool.join()
+
     def _new_pool(self) -> ProcessPool:
         pool = ProcessPool(
             max_workers=self.config.processes,
@@ -133,6 +157,6 @@ class RewardRunner:
         return pool
 
 
-def _chunks(rows: int, processes: int) -> list[list[int]]:
-    size = max(1, min(MAX_CHUNK, -(-rows // (CHUNKS_PER_PROCESS * processes))))
-    return [list(range(begin, min(begin + size, rows))) for begin in range(0, rows, size)]
+def _chunks(members: list[int], processes: int) -> list[list[int]]:
+    size = max(1, min(MAX_CHUNK, -(-len(members) // (CHUNKS_PER_PROCESS * processes))))
+    return [members[begin : begin + size] for begin in range(0, len(members), size)]

@@ -23,18 +23,19 @@ WINDOW = 1000
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]])(?P<sign>[-+\u2212]))?(?:\$(?P<inner>[-+\u2212]?))?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<power>[eE][-+]?[0-9]{1,9})?"
 )
 
 
 def exact(response: str, row: Row) -> float:
     """1 when the response is the ground truth, white space aside."""
-    return float(_characters(response) == _characters(_truth(row)))
+    return float(_characters(response) == _characters(truth_of(row)))
 
 
 def positions(response: str, row: Row) -> float:
     """Share of the ground truth's characters that the response has in the same place, white space aside; what follows
     them does not count."""
-    truth = _characters(_truth(row))
+    truth = _characters(truth_of(row))
     right = sum(character == wanted for character, wanted in zip(_characters(response), truth, strict=False))
     return right / max(len(truth), 1)
 
@@ -56,7 +57,20 @@ def none(response: str, row: Row) -> float:
     return 0.0
 
 
-SCORERS: dict[str, Scorer] = {"none": none, "exact": exact, "positions": positions, "numeric": numeric, "gsm8k": gsm8k}
+SCORERS: dict[str, Scorer] = {
+    "none": none,
+    "judge": none,
+    "exact": exact,
+    "positions": positions,
+    "numeric": numeric,
+    "gsm8k": gsm8k,
+}
+LAZY: dict[str, str] = {
+    "math": "rl_core.rewards.mathematics:boxed",
+    "code": "rl_core.rewards.code:code",
+    "reasoning_gym": "rl_core.rewards.reasoning:reasoning_gym",
+}
+"""Scorers whose modules load much, and are imported when first used."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,9 +83,11 @@ def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
         return SCORERS[name]
     if ":" in name:
         return _import_scorer(name, where)
+    if name in LAZY:
+        return _import_scorer(LAZY[name], where)
     if name in source_names() and (scorer := load_source(name).SCORER):
-        return SCORERS[scorer]
-    names = [*SCORERS, *(source for source in source_names() if source not in SCORERS and load_source(source).SCORER)]
+        return resolve_scorer(scorer, where)
+    names = list(dict.fromkeys([*SCORERS, *LAZY, *(name for name in source_names() if load_source(name).SCORER)]))
     nearest = difflib.get_close_matches(name, names, cutoff=0.4)
     raise InputError(
         f"a scorer among {', '.join(names)}, or package.module:function",
@@ -100,14 +116,15 @@ def _characters(text: str) -> str:
     return "".join(text.split())
 
 
-def _truth(row: Row) -> str:
+def truth_of(row: Row) -> str:
+    """The row's ground truth."""
     return str(row["reward_model"]["ground_truth"])
 
 
 def _true_number(row: Row) -> Decimal:
-    number = _last_number(_window(_truth(row)))
+    number = _last_number(_window(truth_of(row)))
     if number is None:
-        raise ValueError(f"ground truth {_truth(row)[:80]!r} is not a number")
+        raise ValueError(f"ground truth {truth_of(row)[:80]!r} is not a number")
     return number
 
 
@@ -122,5 +139,5 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def _value(match: re.Match[str]) -> Decimal:
-    number = Decimal(match["digits"].replace(",", ""))
+    number = Decimal(match["digits"].replace(",", "") + (match["power"] or ""))
     return -number if (match["sign"] or match["inner"]) in ("-", "\u2212") else number

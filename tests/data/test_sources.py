@@ -7,14 +7,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_core.config.schema import DataConfig
-from rl_core.data.sources import copy_digits, gsm8k, last_digit, load_source, parquet, sort_digits, source_names
+from rl_core.data.sources import copy_digits, gsm8k, last_digit, load_source, math, parquet, sort_digits, source_names
 from rl_core.errors import InputError
 
 LAYOUT = {"data_source", "prompt", "ability", "reward_model", "extra_info"}
 
 
 def test_sources_are_found_by_name() -> None:
-    assert source_names() == ["arithmetic", "copy_digits", "gsm8k", "last_digit", "parquet", "sort_digits"]
+    names = "arithmetic copy_digits gsm8k last_digit math parquet reasoning_gym sort_digits"
+    assert source_names() == names.split()
     assert load_source("sort_digits").SCORER == "exact"
     with pytest.raises(InputError, match="data.source=sort_digits"):
         load_source("sort_digit")
@@ -140,6 +141,31 @@ def test_the_hub_out_of_reach_says_to_give_a_folder(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gsm8k, "DEFAULT_PATH", "unknown-protocol://datasets")
     with pytest.raises(InputError, match="data.path=FOLDER"):
         gsm8k.rows(DataConfig(), seed=0)
+
+
+def test_competition_problems_have_the_answer_of_their_last_box(tmp_path: Path) -> None:
+    boxed = "First \\boxed{1}, and so \\boxed{\\frac{1}{2}}."
+    records = [
+        {"problem": "Half?", "solution": boxed, "level": "Level 1"},
+        {"problem": "Seven?", "answer": 7},
+        {"problem": "Other?", "solution": boxed, "answer": "0.5"},
+    ]
+    write_lines(tmp_path / "train.jsonl", records)
+    write_lines(tmp_path / "test.jsonl", records[:1])
+    train, val = math.rows(DataConfig(path=f"{tmp_path}/"), seed=0)
+    assert set(train[0]) == LAYOUT and train[0]["prompt"][0]["content"].startswith("Half?\n")
+    assert [row["reward_model"]["ground_truth"] for row in train] == ["\\frac{1}{2}", "7", "0.5"]
+    assert [math.reference_response(row) for row in train] == [boxed, "\\boxed{7}", "\\boxed{0.5}"]
+    assert val[0]["data_source"] == "math" and val[0]["extra_info"]["split"] == "val"
+
+
+@pytest.mark.parametrize("bad", [{"problem": "?", "solution": "no box"}, {"question": "?", "answer": "1"}])
+def test_a_competition_problem_of_another_form_is_named(tmp_path: Path, bad: dict[str, str]) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"problem": "?", "answer": "1"}, bad])
+    with pytest.raises(InputError, match="row 2"):
+        math.rows(DataConfig(path=str(tmp_path)), seed=0)
+    with pytest.raises(InputError, match="data.path=FOLDER"):
+        math.rows(DataConfig(), seed=0)
 
 
 def own_row(**changes: Any) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_two_processes_share_the_work_and_go_away() -> None:
 
 def test_closing_ends_a_scorer_that_hangs() -> None:
     scoring = runner(timeout_s=600)
-    scoring._submit([0], ["hang"], [ROW])
+    scoring._submit([0], ["scorers_for_tests:by_response"], ["hang"], [ROW])
     time.sleep(0.5)
     start = time.monotonic()
     scoring.close()

@@ -1,11 +1,9 @@
 """Grade-school word problems (GSM8K): `question` and an `answer` that ends in `#### number`."""
 
-import fnmatch
-
 from rl_core.config.schema import DataConfig
-from rl_core.data.rows import Row, make_row, read_rows
+from rl_core.data.rows import Row, make_row
+from rl_core.data.splits import read_split
 from rl_core.errors import InputError
-from rl_core.storage import Store
 
 SCORER = "gsm8k"
 DEFAULT_PATH = "hf://datasets/openai/gsm8k/main"
@@ -28,8 +26,7 @@ def reference_response(row: Row) -> str:
 
 def _split(path: str, name: str, split: str, count: int | None) -> list[Row]:
     try:
-        files = [f"{path}/{file}" for file in _files(path, name)]
-        records = [(record, f"{file}, row {i}") for file in files for i, record in enumerate(read_rows(file), start=1)]
+        records = read_split(path, name)
     except Exception as error:
         if path != DEFAULT_PATH:
             raise
@@ -41,19 +38,6 @@ def _split(path: str, name: str, split: str, count: int | None) -> list[Row]:
             f"give a local folder that holds {name}.jsonl or {name}.parquet: data.path=FOLDER",
         ) from error
     return [_to_row(record, split, index, where) for index, (record, where) in enumerate(records[:count])]
-
-
-def _files(path: str, name: str) -> list[str]:
-    there = Store(path).listdir()
-    for pattern in (f"{name}.jsonl", f"{name}.parquet", f"{name}-*.parquet"):
-        if found := fnmatch.filter(there, pattern):
-            return found
-    raise InputError(
-        f"{name}.jsonl, {name}.parquet or {name}-*.parquet",
-        f"files {', '.join(there[:10])}" if there else "no such folder, or an empty one",
-        path,
-        "give the folder or URL that holds the data set's files as data.path",
-    )
 
 
 def _to_row(record: Row, split: str, index: int, where: str) -> Row:

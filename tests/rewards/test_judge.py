@@ -1,0 +1,152 @@
+"""A judge behind a real server: asked politely, understood or a typed failure, and its key told to nobody."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rl_core.config.reward import JudgeConfig
+from rl_core.config.schema import RewardConfig
+from rl_core.errors import InputError
+from rl_core.rewards.judge import check_judge
+from rl_core.rewards.runner import RewardResult, RewardRunner, check_scorers
+
+KEY = "sk-very-secret"
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as the last line of the question says; what it was asked is kept."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.questions: list[str] = []
+        self.keys: set[str | None] = set()
+        self.busy, self.at_once, self.most_at_once = 0, 0, 0
+        self.lock = threading.Lock()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+        with self.server.lock:
+            self.server.questions.append(question)
+            self.server.keys.add(self.headers["Authorization"])
+            self.server.busy -= 1
+            refused = (429, 500)[self.server.busy % 2] if self.server.busy >= 0 else 0
+            self.server.at_once += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+        self.answer(question.splitlines()[-1], refused)
+        with self.server.lock:
+            self.server.at_once -= 1
+
+    def answer(self, wish: str, refused: int) -> None:
+        kind, _, rest = wish.partition(" ")
+        if kind == "sleep":
+            time.sleep(float(rest))
+        status = refused or (int(rest) if kind == "status" else 200)
+        content = {"choices": [{"message": {"content": wish}}]} if status == 200 else {"error": f"bad key {KEY}"}
+        data = b"no json" if kind == "garbage" else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        if refused == 429:
+            self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def config(server: Server, **settings: Any) -> JudgeConfig:
+    url = f"http://127.0.0.1:{server.server_port}/v1/"
+    return JudgeConfig(
+        url=url, model="m", key_env="JUDGE_KEY", **{"prompt": "{prompt} {ground_truth}\n{response}", **settings}
+    )
+
+
+def row(source: str = "judge") -> dict[str, Any]:
+    prompt = [{"role": "user", "content": "Q {response}"}]
+    return {"data_source": source, "prompt": prompt, "reward_model": {"ground_truth": "T"}}
+
+
+def judged(judge: JudgeConfig, *responses: str) -> list[RewardResult]:
+    with RewardRunner(RewardConfig(function="judge", judge=judge)) as scoring:
+        return scoring.score(list(responses), [row()] * len(responses))
+
+
+def test_a_busy_server_is_asked_again_and_other_rows_are_scored_as_ever(server: Server) -> None:
+    server.busy = 2
+    with RewardRunner(RewardConfig(judge=config(server))) as scoring:
+        results = scoring.score(["T", "score: 0.2, no, Score: 0.5", "x"], [row("exact"), row(), row("exact")])
+    assert [(result.score, result.status) for result in results] == [(1.0, "ok"), (0.5, "ok"), (0.0, "ok")]
+    assert server.questions == ["Q {response} T\nscore: 0.2, no, Score: 0.5"] * 3
+    assert server.keys == {f"Bearer {KEY}"}
+
+
+def test_what_the_judge_cannot_answer_is_a_failure_that_does_not_tell_the_key(server: Server) -> None:
+    results = judged(
+        config(server, retries=0), "none", "status 401", "status 503", "status 307", "garbage", "Score: 1\ud800"
+    )
+    assert [(result.score, result.status) for result in results] == [(None, "error")] * 5 + [(1.0, "ok")]
+    details = [result.detail for result in results]
+    assert "no score" in details[0] and "401" in details[1] and "bad key ***" in details[1]
+    assert not any(KEY in detail for detail in details)
+    assert len(server.questions) == 6
+    assert judged(config(server, retries=0, timeout_s=0.3), "sleep 1")[0].status == "timeout"
+
+
+def test_a_server_out_of_reach_is_a_failure(server: Server) -> None:
+    gone = config(server, retries=1)
+    server.server_close()
+    assert judged(gone, "Score: 1")[0].status == "error"
+
+
+def test_so_many_are_asked_at_a_time(server: Server) -> None:
+    pattern = r"sleep (\S+)"
+    start = time.monotonic()
+    assert [
+        result.score for result in judged(config(server, requests=3, score_pattern=pattern), *["sleep 0.2"] * 9)
+    ] == [0.2] * 9
+    assert server.most_at_once == 3 and time.monotonic() - start > 0.6
+
+
+def test_a_field_of_json_is_the_score(server: Server) -> None:
+    answers = ['so ```{"grade": 0.25}```', '{"grade": true}', '{"other": 1}', '{"grade": 1e999}', "grade: 1"]
+    results = judged(config(server, score_field="grade"), *answers)
+    assert [result.status for result in results] == ["ok", "error", "error", "non_finite", "error"]
+    assert results[0].score == 0.25
+
+
+def test_a_judge_that_cannot_be_asked_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="reward.judge.url"):
+        check_scorers(RewardConfig(), [row()])
+    with pytest.raises(InputError, match="without user and password") as raised:
+        check_judge(JudgeConfig(url=f"http://me:{KEY}@host/v1", model="m"))
+    assert KEY not in str(raised.value)
+    with pytest.raises(InputError, match="environment variable") as raised:
+        check_judge(JudgeConfig(url="http://host/v1", model="m", key_env=KEY))
+    assert KEY not in str(raised.value)
+    for wrong in (
+        {"url": "http://host"},
+        {"prompt": "no place"},
+        {"score_pattern": "no group"},
+        {"score_pattern": "("},
+    ):
+        with pytest.raises(ValidationError, match=r"reward\.judge\."):
+            JudgeConfig(**wrong)
