@@ -1,7 +1,7 @@
 """Time of a training step in each mode of rollouts, with the engine on a place of its own, in one run.
 
 python -m benchmarks.modes [STEPS=10]: an actor on one device and a rollout engine on another. On CUDA a 0.49B model in
-bfloat16, 256 responses of 512 tokens a step; on a CPU the offline model, 64 of 32. Responses of the random model never
+bfloat16, 256 responses of 256 tokens a step; on a CPU the offline model, 64 of 32. Responses of the random model never
 end early, so that all modes do the same work. Times are medians in seconds; the first two steps do not count.
 """
 
@@ -44,7 +44,7 @@ SHOWN = ("time/step", "time/rollout", "time/log_prob", "time/update", "time/push
 
 def config_of(mode: str, steps: int, on_gpu: bool) -> RunConfig:
     """What a mode is measured with."""
-    tokens, prompts, settings = (512, 32, ["model.dtype=bfloat16"]) if on_gpu else (32, 8, [])
+    tokens, prompts, settings = (256, 32, ["model.dtype=bfloat16"]) if on_gpu else (32, 8, [])
     return compose(
         "grpo",
         [
@@ -83,7 +83,7 @@ def measure(mode: str, steps: int, roles: Roles, rewards: RewardRunner) -> dict[
 def main(steps: int) -> None:
     """Prints a table."""
     on_gpu = torch.cuda.is_available()
-    make_model(HOME / "model", torch.device("cuda" if on_gpu else "cpu"), PROMPT + (512 if on_gpu else 32))
+    make_model(HOME / "model", torch.device("cuda" if on_gpu else "cpu"), PROMPT + (256 if on_gpu else 32))
     build_tokenizer().save_pretrained(HOME / "model")
     config = config_of("sync", steps, on_gpu)
     with ray_session(HOME, 2, False), RewardRunner(config.reward) as rewards, closing(Roles(config, "modes")) as roles:
