@@ -51,8 +51,10 @@ def talk(
 
     async def work() -> DataProto:
         partners = ToolPartners(config, model)
-        async with partners.runner:
+        try:
             await partners.start()
             return await roll_out(engine, prompts, Sampling(1.0, room, (2,)), config.agent, partners)  # type: ignore[arg-type]
+        finally:
+            await partners.runner.close()
 
     return asyncio.run(work()), engine
