@@ -64,14 +64,14 @@ def answer_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[s
 
 
 def scores(batch: DataProto, rewards: Scoring, tokenizer: PreTrainedTokenizerBase) -> list[RewardResult]:
-    """A result per row; a trajectory that failed has no score."""
-    rows = batch.non_tensor_batch
-    results = rewards.score(answer_texts(batch, tokenizer), list(rows["row"]))
+    """A result per row; a trajectory that failed is not shown to the scorer and has no score."""
+    columns = batch.non_tensor_batch
+    failed_B = columns["status"] == "failed"
+    ended = batch[~failed_B]
+    scored = iter(rewards.score(answer_texts(ended, tokenizer), list(ended.non_tensor_batch["row"])) if ended else [])
     return [
-        failure("error", f"the rollout failed: {reason}: {detail}") if status == "failed" else result
-        for result, status, reason, detail in zip(
-            results, rows["status"], rows["stop_reason"], rows["detail"], strict=True
-        )
+        failure("error", f"the rollout failed: {reason}: {detail}") if failed else next(scored)
+        for failed, reason, detail in zip(failed_B, columns["stop_reason"], columns["detail"], strict=True)
     ]
 
 

@@ -72,7 +72,6 @@ class PPOTrainer:
             step, phase = self.step + 1, Phases()
             with self.commits.kept():
                 batch, metrics = self.sampler.batch(step, phase)
-            roles.rollout.sleep()
             with phase("log_prob"):
                 order = torch.tensor(steps.balanced_order(batch, config))
                 batch = batch.reorder(order)

@@ -135,6 +135,18 @@ def test_two_lost_responses_are_not_a_group_of_their_own() -> None:
     assert len({uid[0], uid[1], uid[2]}) == 3
 
 
+def test_a_trajectory_that_failed_is_not_shown_to_the_scorer() -> None:
+    run, rewards = config(reward={"max_failed_share": 0.5}), Recorded([RewardResult(i / 10, "ok") for i in range(10)])
+    batch = rolled_out(run)
+    batch.non_tensor_batch["status"][[0, 5]] = "failed"
+    scored = steps.score(batch, rewards, TOKENIZER, run, 7)  # type: ignore[arg-type]
+    ((responses, rows),) = rewards.asked
+    assert responses == [f"{i}{i}" + "7" * (i % 4) for i in range(12) if i not in (0, 5)] and len(rows) == 10
+    assert scored.batch["scored"].tolist() == [i not in (0, 5) for i in range(12)]
+    wanted = [0, 0, 0.1, 0.2, 0.3, 0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    assert scored.batch["token_level_scores"].sum(-1).tolist() == pytest.approx(wanted)
+
+
 def test_too_many_responses_without_a_score_are_a_transient_error() -> None:
     run = config(reward={"max_failed_share": 0.25})
     batch = rolled_out(run)

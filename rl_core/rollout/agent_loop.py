@@ -13,8 +13,6 @@ from rl_core.data.protocol import DataProto
 from rl_core.rollout.engine import RolloutEngine, Sampling
 from rl_core.rollout.trajectory import Trajectory, TrajectoryState, to_batch
 
-Message = dict[str, Any]
-
 
 class Partner(Protocol):
     """Who answers the policy's turns in one conversation."""
@@ -85,12 +83,14 @@ async def live(
     """Leads one trajectory from PENDING to its end."""
     partner = None
     try:
-        async with asyncio.timeout(config.timeout_s):
+        async with asyncio.timeout(config.timeout_s) as deadline:
             partner = await partners.meet(trajectory) if partners else None
             await _converse(trajectory, engine, sampling, config, partner)
             if partner and trajectory.state is TrajectoryState.COMPLETED:
                 await partner.finish(trajectory)
     except TimeoutError:
+        if not deadline.expired():
+            raise
         trajectory.fail("timeout", f"no end within agent.timeout_s={config.timeout_s:g} s")
     finally:
         if partner:

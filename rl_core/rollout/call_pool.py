@@ -58,8 +58,9 @@ class CallPool:
         self._waiting, self._moved = 0, 0.0
 
     async def start(self) -> None:
-        """Raises TransientError when the processes do not start."""
-        self._pool = await asyncio.to_thread(self._new_pool)
+        """Raises TransientError when the processes do not start; does nothing when they are there."""
+        async with self._lock:
+            self._pool = self._pool or await asyncio.to_thread(self._new_pool)
 
     async def close(self) -> None:
         """Ends the processes, whatever they are doing; calls that still wait raise TransientError."""

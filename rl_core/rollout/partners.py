@@ -74,6 +74,8 @@ class ToolPartner:
         except ToolFailure as failure:
             trajectory.fail(f"tool_{failure.status}", f"{failure}\n{failure.detail}")
             return
+        functions = [schema["function"] for schema in self.toolbox.schemas]
+        self.parameters = {function["name"]: function.get("parameters", {}) for function in functions}
         if self.all.agent.environment:
             self.environment, opening = await self.all.runner.reset(trajectory.row)
             self._open(trajectory, opening)
@@ -96,10 +98,7 @@ class ToolPartner:
         assert self.toolbox
         *ids, last_id = trajectory.response_ids[trajectory.answer_start :]
         text = str(self.all.tokenizer.decode(ids))
-        parameters = {
-            schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in self.toolbox.schemas
-        }
-        calls = self.all.parse(text, parameters)[1] if parameters else []
+        calls = self.all.parse(text, self.parameters)[1] if self.parameters else []
         if calls:
             messages = await self._call(trajectory, calls)
         elif self.environment:

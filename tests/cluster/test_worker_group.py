@@ -91,6 +91,20 @@ def worker_class() -> type:
             return "rested"
 
         @register(Dispatch.ONE_TO_ALL)
+        def die(self) -> None:
+            os._exit(1)
+
+        def hidden(self) -> None:
+            """Not registered."""
+
+    return type(f"Worker{next(numbers)}", (Worker,), {})  # groups of one run have names of their own
+
+
+def waiting_class() -> type:
+    """A worker for the asynchronous host."""
+
+    class Waiting(worker_class()):  # type: ignore[misc]
+        @register(Dispatch.ONE_TO_ALL)
         async def wait_for(self, name: str) -> str:
             while self.name != name:
                 await asyncio.sleep(0.01)
@@ -100,14 +114,7 @@ def worker_class() -> type:
         def rename(self, name: str) -> None:
             self.name = name
 
-        @register(Dispatch.ONE_TO_ALL)
-        def die(self) -> None:
-            os._exit(1)
-
-        def hidden(self) -> None:
-            """Not registered."""
-
-    return type(f"Worker{next(numbers)}", (Worker,), {})  # groups of one run have names of their own
+    return type(f"Waiting{next(numbers)}", (Waiting,), {})
 
 
 def ray_processes() -> list[psutil.Process]:

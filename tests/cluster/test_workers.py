@@ -8,6 +8,7 @@ from support import LENGTHS, plain_log_probs, policy_engine, rows_of
 
 from rl_core.cluster.dispatch import Dispatch
 from rl_core.cluster.reward_model import RewardModelWorker
+from rl_core.cluster.worker import sampling_of
 from rl_core.cluster.workers import ActorRolloutRefWorker
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
@@ -35,6 +36,17 @@ def actor(path: Path, place: Place, **sections: dict[str, object]) -> ActorRollo
 def on_policy(worker: ActorRolloutRefWorker, lengths: list[tuple[int, int]] = LENGTHS) -> DataProto:
     rows = rows_of(lengths)
     return rows.union(worker.compute_log_prob(rows)).union(worker.compute_ref_log_prob(rows))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "log_probs"),
+    [({}, True), ({"log_probs": False}, False), ({"top_p": 0.9}, False), ({"top_k": 5}, False)],
+)
+def test_log_probs_that_would_compare_with_nothing_are_not_asked_for(rollout: dict, log_probs: bool) -> None:
+    config = RunConfig.model_validate({"rollout": rollout})
+    sampling = sampling_of(config, 0.5, (2,))
+    assert sampling.log_probs is log_probs
+    assert (sampling.top_p, sampling.top_k) == (rollout.get("top_p", 1.0), rollout.get("top_k", 0))
 
 
 def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, place: Place) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from support import complete, policy_engine, single_turns, start_ranks, update_alone
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
+from benchmarks.train_step import SHAPE  # 0.49B parameters
 from rl_core.config.schema import OptimConfig, RolloutConfig
 from rl_core.data.protocol import DataProto
 from rl_core.rollout.engine import RolloutEngine, Sampling
@@ -17,18 +18,6 @@ from rl_core.training.place import Place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 LENGTH, GB = 128, 1e9
-# 0.49B parameters.
-SHAPE = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=LENGTH,
-    tie_word_embeddings=True,
-)
 # Largest difference of log-probs that bfloat16 makes between the two engines here.
 BAND = 0.3
 SAMPLING = Sampling(0.7, 64, ())

@@ -159,6 +159,11 @@ def test_an_error_of_a_partner_is_raised_as_what_it_is() -> None:
     assert partner.closed == 1
 
 
+def test_only_its_own_deadline_is_the_failure_of_a_trajectory() -> None:
+    with pytest.raises(TimeoutError, match="of something else"):
+        conversation(Broken(TimeoutError("of something else")))
+
+
 def test_tokens_that_the_engine_did_not_read_are_noticed() -> None:
     trajectory = Trajectory([4], seed=0)
     trajectory.take(Completion([4], [9, 2], [-0.5, -0.25], [3, 3], "stop"))

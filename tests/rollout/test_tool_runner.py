@@ -351,6 +351,15 @@ def test_schemas_are_there_without_any_process() -> None:
     assert names == ["calculator", "diary"] and not pool_processes()
 
 
+def test_what_is_started_twice_is_there_once_and_closed() -> None:
+    async def run() -> int:
+        async with ToolRunner(config("calculator")) as runner:
+            await runner.start()
+            return len(pool_processes())
+
+    assert asyncio.run(run()) == config("calculator").tool_processes and not pool_processes()
+
+
 def test_without_tools_no_process_is_started() -> None:
     async def work(runner: ToolRunner, toolbox: Toolbox) -> tuple[list[Any], ToolOutcome]:
         assert not pool_processes()

@@ -251,6 +251,32 @@ def test_a_turn_goes_on_over_a_push_and_knows_which_weights_wrote_which_token(
     assert completion.token_ids[before:] == greedy(other.export(tmp_path), told, 32 - before)
 
 
+def test_the_canary_does_not_wait_for_turns_that_wait(
+    trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More turns than the engine decodes at a time are under way; the push must not decode them first."""
+    steps: list[int] = []
+    engine = vllm_engine._requests.engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: steps.append(1) or step())
+
+    async def pushed() -> int:
+        turns = [
+            asyncio.create_task(vllm_engine.generate(PROMPTS[i % 4], i, Sampling(1.0, 40, ()))) for i in range(300)
+        ]
+        while len(steps) < 3:
+            await asyncio.sleep(0)
+        vllm_engine.pause()
+        before = len(steps)
+        trainer.sharding.push(1)
+        taken = len(steps) - before
+        vllm_engine.resume()
+        await asyncio.gather(*turns)
+        return taken
+
+    assert asyncio.run(pushed()) <= 3
+
+
 def test_a_cancelled_turn_is_freed_and_the_others_go_on(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
     alone = complete(vllm_engine, PROMPTS[1:2], [2], FREE)[0]
 
