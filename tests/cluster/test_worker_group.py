@@ -152,7 +152,8 @@ def make_group(
     host: type[Host] = Host,
 ) -> RayWorkerGroup:
     env = {"EXTRA": "kept", "OMP_NUM_THREADS": "1"}
-    group = RayWorkerGroup(placement, worker_class(), (name,), env, 0.01, 60, layout, places=places, host=host)
+    made = waiting_class() if host is AsyncHost else worker_class()
+    group = RayWorkerGroup(placement, made, (name,), env, 0.01, 60, layout, places=places, host=host)
     group.meet()
     return group
 
