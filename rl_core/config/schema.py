@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rl_core.config.data import DataConfig, SourceConfig
 from rl_core.config.learning import (
     GROUP_ESTIMATORS,
     ActorConfig,
@@ -26,36 +27,13 @@ __all__ = [
     "AlgorithmConfig",
     "CorrectionConfig",
     "CriticConfig",
+    "DataConfig",
     "OptimConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "SourceConfig",
 ]
-
-
-class DataConfig(Section):
-    source: str = "sort_digits"
-    """Where rows come from: the name of a module in rl_core/data/sources, or `parquet` for your own files."""
-    path: str | None = None
-    """Folder, file or URL that the source reads; sources that make their rows on the fly need none."""
-    val_path: str | None = None
-    """Held-out file; only read by source `parquet`."""
-    train_rows: int | None = Field(None, ge=1)
-    """Number of training rows to make or keep; unset keeps all (a source that makes rows has its own default)."""
-    val_rows: int | None = Field(None, ge=1)
-    """Number of held-out rows to make or keep; unset keeps all."""
-    difficulty: int = Field(5, ge=1)
-    """Size of a made problem (digits in a line for `sort_digits`)."""
-    tasks: tuple[str, ...] = ()
-    """Names of tasks of the source, in equal shares; only read by source `reasoning_gym`."""
-    train_batch_size: int = Field(64, ge=1)
-    """Prompts per step."""
-    max_prompt_length: int = Field(512, ge=1)
-    """Tokens; a longer prompt is handled as `overlong_prompts` says."""
-    max_response_length: int = Field(512, ge=1)
-    """Tokens that a response may have, its end token included."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """Stop before training (error) or leave such rows out and count them (drop)."""
 
 
 class TinyModelConfig(Section):
@@ -388,8 +366,8 @@ class RunConfig(Section):
                 "the lower one of correction.reject_bounds comes first",
             ),
             (
-                self.data.source != "parquet" or (self.data.path and self.data.val_path),
-                "data.source=parquet needs data.path (training rows) and data.val_path (held-out rows)",
+                all(each.source != "files" or (each.path and each.val_path) for each in self.data.sources),
+                "data.source=files needs data.path (training rows) and data.val_path (held-out rows)",
             ),
         ]
         problems = [message for fine, message in checks if not fine]

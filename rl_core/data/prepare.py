@@ -65,12 +65,12 @@ def _fitting(
         length = len(encode_prompt(tokenizer, row["prompt"], where, tools_of(row)))
         if length <= config.max_prompt_length:
             kept.append(row)
-        elif config.overlong_prompts == "error":
+        elif "overlong" not in config.drop:
             raise InputError(
                 f"prompts of at most data.max_prompt_length={config.max_prompt_length} tokens",
                 f"{length} tokens",
                 where,
-                f"set data.max_prompt_length={length} or more, or data.overlong_prompts=drop to leave such rows out",
+                f"set data.max_prompt_length={length} or more, or data.drop=[overlong] to leave such rows out",
             )
     return kept
 

@@ -40,7 +40,7 @@ def configured(tmp_path: Path) -> Configured:
         for name, rows in (("train", train), ("val", val)):
             pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
         paths = {"path": str(tmp_path / "train.parquet"), "val_path": str(tmp_path / "val.parquet")}
-        return RunConfig.model_validate({"data": {"source": "parquet", "train_batch_size": 2, **paths, **data}})
+        return RunConfig.model_validate({"data": {"source": "files", "train_batch_size": 2, **paths, **data}})
 
     return make
 
@@ -75,7 +75,7 @@ def test_rows_are_committed_and_read_back(store: Store, tokenizer: PreTrainedTok
 def test_what_is_committed_is_not_made_again(store: Store, tokenizer: PreTrainedTokenizerBase) -> None:
     config = RunConfig.model_validate({"data": {"train_rows": 64, "val_rows": 9}})
     meta = prepare_data(config, store, tokenizer)
-    other = RunConfig.model_validate({"data": {"source": "parquet", "path": "/absent", "val_path": "/absent"}})
+    other = RunConfig.model_validate({"data": {"source": "files", "path": "/absent", "val_path": "/absent"}})
     assert prepare_data(other, store, tokenizer) == meta
 
 
@@ -115,7 +115,7 @@ def test_an_overlong_prompt_stops_or_is_dropped_and_counted(
         prepare_data(configured(train, val, max_prompt_length=10), store, tokenizer)
     assert error.value.where == "train row 2"
     assert "data.max_prompt_length=11" in error.value.fix
-    meta = prepare_data(configured(train, val, max_prompt_length=10, overlong_prompts="drop"), store, tokenizer)
+    meta = prepare_data(configured(train, val, max_prompt_length=10, drop=("overlong",)), store, tokenizer)
     assert meta["train_rows"] == 2 and meta["dropped"] == {"overlong_prompt": {"train": 1, "val": 0}}
     assert [r["reward_model"]["ground_truth"] for r in RLHFDataset.load(store, "train", tokenizer).rows] == ["1", "2"]
 
@@ -137,7 +137,7 @@ def test_a_held_out_prompt_must_not_be_trained_on(
 def test_too_few_rows_are_refused(store: Store, configured: Configured, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(InputError, match="at least 3 train rows.*\n.*2 rows"):
         prepare_data(configured([row("1"), row("2")], [row("3")], train_batch_size=3), store, tokenizer)
-    config = configured([row("1"), row("2")], [row("345")], max_prompt_length=4, overlong_prompts="drop")
+    config = configured([row("1"), row("2")], [row("345")], max_prompt_length=4, drop=("overlong",))
     with pytest.raises(InputError, match="at least 1 val rows\n.*0 rows, 1 dropped"):
         prepare_data(config, store, tokenizer)
 
@@ -163,9 +163,9 @@ def test_a_prompt_that_the_template_refuses_is_named(
 def test_columns_of_mixed_types_are_refused(
     store: Store, configured: Configured, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_core.data.sources import parquet
+    from rl_core.data.sources import files
 
     mixed = [row("1", extra_info={"index": 1}), row("2", extra_info={"index": "two"})]
-    monkeypatch.setattr(parquet, "rows", lambda config, seed: (mixed, [row("3", extra_info={"index": 1})]))
+    monkeypatch.setattr(files, "rows", lambda config, seed: (mixed, [row("3", extra_info={"index": 1})]))
     with pytest.raises(InputError, match="one type"):
         prepare_data(configured([row("1")], [row("3")]), store, tokenizer)

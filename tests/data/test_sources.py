@@ -7,14 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_core.config.schema import DataConfig
-from rl_core.data.sources import copy_digits, gsm8k, last_digit, load_source, math, parquet, sort_digits, source_names
+from rl_core.data.sources import copy_digits, files, gsm8k, last_digit, load_source, math, sort_digits, source_names
 from rl_core.errors import InputError
 
 LAYOUT = {"data_source", "prompt", "ability", "reward_model", "extra_info"}
 
 
 def test_sources_are_found_by_name() -> None:
-    names = "arithmetic copy_digits gsm8k last_digit math parquet reasoning_gym sort_digits"
+    names = "arithmetic copy_digits files gsm8k last_digit math reasoning_gym sort_digits"
     assert source_names() == names.split()
     assert load_source("sort_digits").SCORER == "exact"
     with pytest.raises(InputError, match="data.source=sort_digits"):
@@ -180,21 +180,21 @@ def own_row(**changes: Any) -> dict[str, Any]:
 def own_config(folder: Path, rows: list[dict[str, Any]]) -> DataConfig:
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist([own_row(ability="held out")]), folder / "val.parquet")
-    return DataConfig(source="parquet", path=str(folder / "train.parquet"), val_path=str(folder / "val.parquet"))
+    return DataConfig(source="files", path=str(folder / "train.parquet"), val_path=str(folder / "val.parquet"))
 
 
 def test_own_rows_are_read_and_filled_in(tmp_path: Path) -> None:
     full = own_row(extra_info={"split": "mine", "index": 7, "answer": "Yes, yes."}, ability="talk", more=5)
-    train, val = parquet.rows(own_config(tmp_path, [full, full | {"extra_info": None}]), seed=0)
+    train, val = files.rows(own_config(tmp_path, [full, full | {"extra_info": None}]), seed=0)
     assert train[0] == full
-    assert parquet.reference_response(train[0]) == "Yes, yes."
+    assert files.reference_response(train[0]) == "Yes, yes."
     assert train[1]["extra_info"] == {"split": "train", "index": 1}
-    assert parquet.reference_response(train[1]) == "yes"
+    assert files.reference_response(train[1]) == "yes"
     assert val[0]["ability"] == "held out" and val[0]["extra_info"] == {"split": "val", "index": 0}
 
 
 def test_a_ground_truth_number_becomes_text(tmp_path: Path) -> None:
-    train, _ = parquet.rows(own_config(tmp_path, [own_row(reward_model={"ground_truth": 18})]), seed=0)
+    train, _ = files.rows(own_config(tmp_path, [own_row(reward_model={"ground_truth": 18})]), seed=0)
     assert train[0]["reward_model"] == {"style": "rule", "ground_truth": "18"}
 
 
@@ -214,7 +214,7 @@ def test_a_ground_truth_number_becomes_text(tmp_path: Path) -> None:
 )
 def test_an_own_row_of_another_form_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says) as error:
-        parquet.rows(own_config(tmp_path, [own_row(**changes)]), seed=0)
+        files.rows(own_config(tmp_path, [own_row(**changes)]), seed=0)
     assert error.value.where == f"{tmp_path}/train.parquet, row 1"
 
 
@@ -222,7 +222,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     row = own_row()
     del row["reward_model"]
     with pytest.raises(InputError, match="no column reward_model"):
-        parquet.rows(own_config(tmp_path, [row]), seed=0)
+        files.rows(own_config(tmp_path, [row]), seed=0)
 
 
 def test_missing_empty_and_foreign_files_are_input_errors(tmp_path: Path) -> None:
@@ -230,16 +230,16 @@ def test_missing_empty_and_foreign_files_are_input_errors(tmp_path: Path) -> Non
     file = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist([own_row()])[:0], file)
     with pytest.raises(InputError, match="an empty file"):
-        parquet.rows(config, seed=0)
+        files.rows(config, seed=0)
     for content in (b"", b"question,answer\n"):
         file.write_bytes(content)
         with pytest.raises(InputError, match="a parquet file"):
-            parquet.rows(config, seed=0)
+            files.rows(config, seed=0)
     file.unlink()
     with pytest.raises(InputError, match="no such file"):
-        parquet.rows(config, seed=0)
+        files.rows(config, seed=0)
     file.mkdir()
     with pytest.raises(InputError, match="a readable"):
-        parquet.rows(config, seed=0)
+        files.rows(config, seed=0)
     with pytest.raises(InputError, match="data.val_path"):
-        parquet.rows(DataConfig(source="parquet", path=str(file)), seed=0)
+        files.rows(DataConfig(source="files", path=str(file)), seed=0)

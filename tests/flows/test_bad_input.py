@@ -83,7 +83,7 @@ def test_rows_that_cannot_be_used(home: Path, tmp_path: Path, fault: str) -> Non
         rows = [*rows, {**ROW, "prompt": [{"role": "user", "content": "1 " * 40}]}]
     held_out = parquet(tmp_path / "val.parquet", [{**ROW, "prompt": [{"role": "user", "content": "4 3"}]}])
     path = str(tmp_path / "nothing.parquet") if fault == "missing" else parquet(tmp_path / "train.parquet", rows)
-    settings = ["data.source=parquet", f"data.path={path}", f"data.val_path={held_out}", *SHORT]
+    settings = ["data.source=files", f"data.path={path}", f"data.val_path={held_out}", *SHORT]
     output = refused(home, "run", "grpo", "--run", f"rows-{fault}", *settings)
     words = {"missing": "nothing.parquet", "empty": "row", "column": "reward_model", "long": "row 5"}
     assert words[fault] in output

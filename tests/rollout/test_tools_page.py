@@ -14,7 +14,7 @@ from support_pages import page, table, write_files
 from rl_core.config.compose import compose, flatten, recipe_names
 from rl_core.config.schema import DataConfig, RunConfig
 from rl_core.data.protocol import DataProto
-from rl_core.data.sources import parquet
+from rl_core.data.sources import load_source
 from rl_core.models.load import load_tokenizer
 from rl_core.rewards.runner import RewardRunner
 from rl_core.rewards.scorers import numeric
@@ -50,7 +50,7 @@ def test_the_tool_with_a_state_plays_the_rows_that_are_made(
 ) -> None:
     monkeypatch.chdir(files)
     runpy.run_path("make_rows.py")
-    train, held_out = parquet.rows(DataConfig(path="train.parquet", val_path="held_out.parquet"), seed=0)
+    train, held_out = load_source("files").rows(DataConfig(path="train.parquet", val_path="held_out.parquet"), seed=0)
     assert len(train) == len(held_out) == 50
     row, secret = train[20], 41
     turns = [f"[guess(number={number})]" for number in (0, 50, 40, 41)] + ["41"]

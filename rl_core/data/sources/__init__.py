@@ -34,6 +34,6 @@ def load_source(name: str) -> Source:
     names = source_names()
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        fix = f"did you mean data.source={nearest[0]}?" if nearest else "choose one of them, or parquet for own files"
+        fix = f"did you mean data.source={nearest[0]}?" if nearest else "choose one of them, or files for your own"
         raise InputError(f"a source among {', '.join(names)}", f"'{name}'", "data.source", fix)
     return cast(Source, importlib.import_module(f"{__name__}.{name}"))

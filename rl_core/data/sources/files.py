@@ -17,7 +17,7 @@ def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
         raise InputError(
             "data.path and data.val_path",
             f"data.path={config.path}, data.val_path={config.val_path}",
-            "data.source=parquet",
+            "data.source=files",
             "give a file of training rows and one of held-out rows",
         )
     return _split(config.path, "train", config.train_rows), _split(config.val_path, "val", config.val_rows)
