@@ -11,6 +11,7 @@ import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from rl_core.environment import prepare_environment
 
@@ -65,15 +66,18 @@ def config_of(mode: str, steps: int, on_gpu: bool) -> RunConfig:
     ).config
 
 
+def show_progress(record: dict[str, Any]) -> None:
+    """A line a step beside the table, as a mode takes minutes."""
+    print(f"step {record['step']}: {record['metrics']['time/step']:.2f} s", file=sys.stderr, flush=True)
+
+
 def measure(mode: str, steps: int, roles: Roles, rewards: RewardRunner) -> dict[str, float]:
     """Median of each time of a run with workers that are there already."""
     config = config_of(mode, steps, torch.cuda.is_available())
     store, tokenizer = Store(str(HOME / mode)), load_tokenizer(HOME / "model")
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
-    trainer = PPOTrainer(
-        config, store, tokenizer, rows, data_hash, roles, rewards, lambda record: None, lambda step: None
-    )
+    trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, rewards, show_progress, lambda step: None)
     trainer.start(str(HOME / "model"))
     trainer.fit(steps)
     metrics = [record["metrics"] for record in Ledger(store).records(steps)][WARM_UP:-1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -36,9 +37,13 @@ class Requests:
     A step blocks the event loop for the time of one token; between steps everything else in the loop has its turn.
     """
 
-    def __init__(self, engine: LLMEngine, tensor_parallel_size: int) -> None:
+    def __init__(self, engine: LLMEngine, tensor_parallel_size: int, room: int) -> None:
+        """vLLM gets at most `room` requests at a time, one less than it can hold: some of its versions keep the places
+        of those that a push interrupts, and what `run_now` asks for needs one."""
         self.engine, self.version = engine, -1
         self._under_way: dict[str, Request] = {}
+        self._waiting: deque[tuple[Any, ...]] = deque()
+        self._room = room
         self._internal: dict[str, str] = {}
         self._numbers = itertools.count()
         self._commands: list[tuple[Any, ...]] = []
@@ -53,7 +58,8 @@ class Requests:
 
     async def run(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> Request:
         """The request with its output; cancelling the call frees it."""
-        request = self._new(token_ids, params, adapter)
+        request = self._new()
+        self._waiting.append(("add", request.number, token_ids, params, adapter, 0))
         request.result = asyncio.get_running_loop().create_future()
         self._start()
         try:
@@ -61,12 +67,13 @@ class Requests:
             return request
         except asyncio.CancelledError:
             if self._under_way.pop(request.number, None):
-                self._commands.append(("abort", request.number))
+                self._forget(request.number)
             raise
 
     def run_now(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> RequestOutput:
         """vLLM's output for a request that is decoded before this returns, beside those under way."""
-        request = self._new(token_ids, params, adapter, priority=-1)
+        request = self._new()
+        self._commands.append(("add", request.number, token_ids, params, adapter, -1))
         while request.output is None:
             self._step()
         return request.output
@@ -102,13 +109,19 @@ class Requests:
         if self._group is not None:
             self._tell(None)
 
-    def _new(
-        self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None, priority: int = 0
-    ) -> Request:
+    def _new(self) -> Request:
         request = Request(str(next(self._numbers)))
         self._under_way[request.number] = request
-        self._commands.append(("add", request.number, token_ids, params, adapter, priority))
         return request
+
+    def _forget(self, number: str) -> None:
+        """Takes a request back, whether vLLM has it already or not."""
+        for command in self._waiting:
+            if command[1] == number:
+                self._waiting.remove(command)
+                return
+        self._commands.append(("abort", number))
+        self._room += 1
 
     def _start(self) -> None:
         if not self._paused and (self._pump is None or self._pump.done()):
@@ -120,13 +133,16 @@ class Requests:
                 self._step()
                 await asyncio.sleep(0)
         except Exception as error:  # whatever ends the engine ends what waits for it
-            waiting, self._under_way = self._under_way, {}
-            for request in waiting.values():
+            lost, self._under_way = self._under_way, {}
+            for request in lost.values():
                 if request.result and not request.result.done():
                     request.result.set_exception(error)
 
     def _step(self) -> None:
         commands, self._commands = self._commands, []
+        while self._waiting and self._room:
+            commands.append(self._waiting.popleft())
+            self._room -= 1
         if self._group is not None:
             self._tell(commands)
         self._apply(commands)
@@ -135,6 +151,7 @@ class Requests:
             self._internal.pop(output.request_id, None)
             if request is None:
                 continue
+            self._room += request.result is not None
             request.output = output
             request.sampled(len(output.outputs[0].token_ids), self.version)
             if request.result and not request.result.done():

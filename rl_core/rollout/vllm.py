@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,7 +70,7 @@ class VLLMEngine:
             str(model),
             dtype=cast(Any, dtype),
             max_model_len=max_length,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs + 1,  # one for the canary
             max_num_batched_tokens=max(8192, max_length),
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=config.tensor_parallel_size,
@@ -86,7 +87,7 @@ class VLLMEngine:
         self._parameters = {_plain(name) for name, _ in self._runner.get_model().named_parameters()}
         self._expected = {name for name, _ in empty_causal_lm(model).named_parameters()}
         self._as_stored = self._on_gpu and _keeps_layout(self._runner.get_model(), self._llm)
-        self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size)
+        self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size, config.max_num_seqs)
 
     async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
         """One turn after the given tokens."""
@@ -164,12 +165,13 @@ class VLLMEngine:
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
         """Names of the engine's parameters that were written."""
         model = self._runner.get_model()
-        if self._as_stored:
-            return {_plain(name) for name in model.load_weights(weights)}
-        initialize_layerwise_reload(model)
-        written = {_plain(name) for name in model.load_weights(weights)}
-        finalize_layerwise_reload(model, self._runner.model_config)
-        return written
+        with _unwrapped(model):
+            if self._as_stored:
+                return set(model.load_weights(weights))
+            initialize_layerwise_reload(model)
+            written = set(model.load_weights(weights))
+            finalize_layerwise_reload(model, self._runner.model_config)
+            return written
 
     def update_adapter(self, folder: Path, version: int) -> None:
         """Replaces the adapter by that of a folder in PEFT's layout, which may go afterwards."""
@@ -228,6 +230,24 @@ def _keeps_layout(model: torch.nn.Module, llm: LLM) -> bool:
     """
     plain = llm.llm_engine.model_config.quantization is None
     return plain and not any("MoE" in type(module).__name__ for module in model.modules())
+
+
+@contextmanager
+def _unwrapped(model: torch.nn.Module) -> Iterator[None]:
+    """The model without the layers that adapters wrap its own ones in, under whose names it loads no weights."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "base_layer")
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
 
 
 def _plain(name: str) -> str:

@@ -254,9 +254,11 @@ def test_a_turn_goes_on_over_a_push_and_knows_which_weights_wrote_which_token(
 def test_the_canary_does_not_wait_for_turns_that_wait(
     trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More turns than the engine decodes at a time are under way; the push must not decode them first."""
+    """More turns than the engine decodes at a time are under way; the push must not decode them first, nor need a place
+    that one of them has."""
     steps: list[int] = []
     engine = vllm_engine._requests.engine
+    scheduler = engine.engine_core.engine_core.scheduler
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: steps.append(1) or step())
 
@@ -268,6 +270,7 @@ def test_the_canary_does_not_wait_for_turns_that_wait(
             await asyncio.sleep(0)
         vllm_engine.pause()
         before = len(steps)
+        assert len(scheduler.running) == scheduler.max_num_running_reqs - 1
         trainer.sharding.push(1)
         taken = len(steps) - before
         vllm_engine.resume()
@@ -290,8 +293,27 @@ def test_a_cancelled_turn_is_freed_and_the_others_go_on(trainer: Trainer, vllm_e
 
     assert asyncio.run(two()).token_ids == alone.token_ids
     complete(vllm_engine, PROMPTS, [0] * 4, FREE)
-    assert vllm_engine._requests.engine.output_processor.request_states == {}
-    assert not vllm_engine._requests._internal and not vllm_engine._requests._under_way
+    requests = vllm_engine._requests
+    assert requests.engine.output_processor.request_states == {}
+    assert not requests._internal and not requests._under_way
+
+
+def test_turns_that_are_cancelled_before_their_turn_leave_all_places_free(
+    trainer: Trainer, vllm_engine: "VLLMEngine"
+) -> None:
+    requests, free = vllm_engine._requests, vllm_engine._requests._room
+
+    async def many() -> None:
+        turns = [asyncio.create_task(vllm_engine.generate(PROMPTS[0], i, FREE)) for i in range(free + 40)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert requests._room == 0 and len(requests._waiting) == 40
+        for lost in (turns[0], turns[-1]):
+            lost.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
+
+    asyncio.run(many())
+    assert requests._room == free and not requests._waiting and not requests._under_way
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.5, 0), (1.0, 3)])
