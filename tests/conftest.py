@@ -24,6 +24,13 @@ prepare_environment(HOME)
 sys.path.append(str(Path(__file__).parent))  # for support.py, also in processes that the tests start
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several processes (`-n`) the tests of a folder stay in one of them, as they share runs and workers."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(HOME, ignore_errors=True)
 
