@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_core.config.compose import compose, recipe_names
 from rl_core.config.render import render
 from rl_core.console import Console, duration
-from rl_core.environment import home_folder, prepare_environment
+from rl_core.environment import home_folder, prepare_environment, prepare_libraries
 from rl_core.errors import InputError, RollforwardError
 
 # Imports of Prefect, Ray, torch and MLflow stay inside the functions that need them: the environment has to be set
@@ -78,9 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--resume", action="store_true", help="continue the run of this recipe and these settings")
     how.add_argument("--run", metavar="NAME", help="begin the run NAME, or continue it when it exists")
     how.add_argument("--new", action="store_true", help="begin another run with the same settings")
+    sub.add_argument(
+        "--keep-data", action="store_true", help="continue on the run's own rows, though their files have changed"
+    )
     sub.add_argument("-v", "--verbose", action="store_true", help="show what the libraries log")
     sub = add("config", config, "Print the settings of a recipe, where each comes from, and the sizes that follow.")
     add_settings(sub)
+    data = commands.add_parser("data", help="Look at rows.", description="Look at rows.")
+    _add_data_check(data.add_subparsers(required=True, metavar="COMMAND"))
     sub = add("replay", replay, "Compute a committed step again from its rollouts, and compare with what was trained.")
     sub.add_argument("run", metavar="RUN", help="name of a run, or its folder or URL")
     sub.add_argument("step", metavar="STEP", type=int, help="a committed step")
@@ -98,6 +103,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_data_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Show what is in the rows of a recipe or of files, and what would keep a run with them from starting."
+    sub = commands.add_parser("check", help=text, description=text)
+    sub.set_defaults(command=check_data)
+    sub.add_argument("target", metavar="TARGET", help="a recipe, or a file, folder, pattern or URL of rows")
+    sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that differ from the recipe")
+    sub.add_argument("--val", metavar="PATH", help="held-out rows, where TARGET is a path")
+    sub.add_argument("--html", metavar="FILE", help="write what was found as a page too")
+
+
 def _registry_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", help="registered model (default: the only one there is)")
     sub.add_argument("--tracking-uri", help="MLflow server (default: the file in the home folder)")
@@ -105,6 +120,8 @@ def _registry_options(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Runs the flow `post_train` in this process."""
+    if options.keep_data and not (options.resume or options.run):
+        raise InputError("a run whose rows are kept", "--keep-data alone", "command line", "add --resume or --run NAME")
     sys.path.append(os.getcwd())  # functions of the user's own are found beside the recipe
     composed = compose(options.recipe, options.overrides)
     home = _prepare(options.verbose)
@@ -118,7 +135,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     signal.signal(signal.SIGTERM, _terminate)
     start = time.monotonic()
-    result = post_train(options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose)
+    result = post_train(
+        options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose, options.keep_data
+    )
     console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
     return 0
 
@@ -143,6 +162,14 @@ def _summary(result: dict, seconds: float) -> list[tuple[str, str]]:
 def config(options: argparse.Namespace, console: Console) -> None:
     """Prints the resolved settings; starts nothing."""
     print(render(compose(options.recipe, options.overrides)))
+
+
+def check_data(options: argparse.Namespace, console: Console) -> int:
+    """Looks at the rows; starts nothing."""
+    prepare_libraries()
+    from flows.data_check import data_check
+
+    return data_check(options.target, options.overrides, options.val, options.html, console)
 
 
 def replay(options: argparse.Namespace, console: Console) -> int:

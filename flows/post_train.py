@@ -25,15 +25,17 @@ def post_train(
     resume: bool = False,
     new: bool = False,
     verbose: bool = False,
+    keep_data: bool = False,
 ) -> dict[str, Any]:
     """Runs all stages of a recipe and returns a summary of JSON values.
 
     Args:
         recipe: name or path of a recipe. overrides: settings as `a.b=value`.
         run_name: continue or begin this run. resume: continue the run of this config. new: begin another one.
+        keep_data: continue on the rows that the run began with, though their files have changed since.
     """
     run = open_run(compose(recipe, overrides or []), home_folder(), run_name, resume, new)
-    with open_session(run, verbose) as session:
+    with open_session(run, verbose, keep_data) as session:
         config = session.config
         data = prepare_data()
         if config.warm_start.steps:

@@ -75,7 +75,8 @@ def preflight(composed: Composed, home: Path) -> None:
             add_adapters(empty_causal_lm(config.model.path), config.model.lora)
     if config.reward.model.path:
         check_reward_model(config.reward.model.path)
-    load_source(config.data.source)
+    for source in config.data.sources:
+        load_source(source.source)
     ESTIMATORS.resolve(config.algorithm.estimator)
     POLICY_LOSSES.resolve(config.actor.policy_loss)
     check_engines(config)

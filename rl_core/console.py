@@ -3,12 +3,14 @@
 import math
 import os
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rl_core.errors import InputError
 
-_BOLD, _DIM, _GREEN, _RED = "1", "2", "32", "31"
+MAX_TEXT = 2000
+_BOLD, _DIM, _GREEN, _RED, _YELLOW = "1", "2", "32", "31", "33"
 
 
 def duration(seconds: float) -> str:
@@ -22,6 +24,18 @@ def duration(seconds: float) -> str:
         if whole >= large:
             return f"{whole // large}{unit}{whole % large // small:02d}{part}"
     return f"{whole}s"
+
+
+def clean(text: str) -> str:
+    """Text that displays as it is: no control or direction-changing characters, and not endless."""
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
+    hidden = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    return "".join(
+        c if c in "\n\t" or (unicodedata.category(c) not in ("Cc", "Cs") and unicodedata.bidirectional(c) not in hidden)
+        else "\N{REPLACEMENT CHARACTER}"
+        for c in text
+    )  # fmt: skip
 
 
 class Console:
@@ -69,18 +83,22 @@ class Console:
         """A remark inside a stage."""
         self._line(f"  {text}")
 
+    def warning(self, error: InputError) -> None:
+        """What a person may want to change."""
+        self._told(self._paint("! warning", _YELLOW), error)
+
     def error(self, error: InputError) -> None:
         """What a person has to change: expected, seen, where and the fix."""
-        self._stopped("error", error)
+        self._told(self._paint("✗ error", _RED), error)
 
     def failure(self, error: Exception) -> None:
         """Why the run ended without a person's mistake."""
-        self._stopped("failed", error)
+        self._told(self._paint("✗ failed", _RED), error)
 
-    def _stopped(self, how: str, error: Exception) -> None:
-        self._line(self._paint(f"✗ {how}", _RED))
+    def _told(self, how: str, error: Exception) -> None:
+        self._line(how)
         for line in str(error).splitlines():
-            self.note(line)
+            self.note(clean(line))
 
     def _paint(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text

@@ -8,6 +8,12 @@ import secrets
 from pathlib import Path
 
 DEFAULT_HOME = ".rollforward"
+_LIBRARIES = {
+    "OMP_NUM_THREADS": "1",  # the driver only moves small tensors
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 
 
 def home_folder() -> Path:
@@ -15,14 +21,17 @@ def home_folder() -> Path:
     return Path(os.environ.get("ROLLFORWARD_HOME", DEFAULT_HOME)).expanduser().absolute()
 
 
+def prepare_libraries() -> None:
+    """Sets the variables that a command needs which only reads; what the user has set already stays."""
+    for name, value in _LIBRARIES.items():
+        os.environ.setdefault(name, value)
+
+
 def prepare_environment(home: Path, verbose: bool = False) -> None:
     """Sets the variables; what the user has set already stays, except where a wrong value breaks the run."""
+    prepare_libraries()
     prefect = home / "prefect"
     defaults = {
-        "OMP_NUM_THREADS": "1",  # the driver only moves small tensors
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # by default Ray gives its workers what others leave of a core
         "PREFECT_HOME": str(prefect),

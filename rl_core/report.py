@@ -1,41 +1,22 @@
 """The report of a run: one HTML page that needs nothing else, with curves, samples and settings for people to read."""
 
-import io
 import math
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from rl_core.console import duration
+from rl_core.console import clean, duration
+from rl_core.page import COLOURS, STYLE, render_page, to_svg
 
 MAX_SAMPLES = 20
 _MAX_POINTS = 600
-_MAX_TEXT = 2000
-_PHASES_SHOWN = 8
-
-# Colours are names in the picture; the page's style sheet gives each a value for light and for dark.
-_INK, _GRID = "#010101", "#020202"
-_COLOURS = [f"#0300{i:02x}" for i in range(_PHASES_SHOWN)]
-_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {c: f"var(--c{i})" for i, c in enumerate(_COLOURS)}
-_STYLE: Any = {
-    "svg.fonttype": "none", "font.size": 8.5, "axes.edgecolor": _GRID, "axes.labelcolor": _INK, "text.color": _INK,
-    "xtick.color": _INK, "ytick.color": _INK, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.spines.left": False, "xtick.major.size": 3, "ytick.major.size": 0, "axes.grid": True, "axes.grid.axis": "y",
-    "figure.facecolor": "none", "axes.facecolor": "none", "grid.color": _GRID, "grid.linewidth": 0.7,
-    "axes.axisbelow": True, "axes.formatter.limits": (-3, 5),
-}  # fmt: skip
+_PHASES_SHOWN = len(COLOURS)
 
 _FACTS = {
     "name": "Run", "recipe": "Recipe", "model": "Model", "steps": "Steps", "time": "Time", "started": "Started",
@@ -100,23 +81,21 @@ def render_report(
     samples: {"prompt", "ground_truth", "answer_before", "answer_after": str, "score_before", "score_after": 0 to 1}.
     summary: `greedy_before greedy_after sampled_before sampled_after`, scores.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         charts = [panel for chart in _CHARTS if (panel := _line_panel(chart, records))]
         # The last panel is as wide as it takes to leave no hole in the two columns.
         half = sum(not panel["wide"] for panel in charts)
         if phases := _phase_panel(records, wide=half % 2 == 0):
             charts.append(phases)
-    return environment.get_template("report.html.j2").render(
-        name=_clean(str(run.get("name", ""))),
+    return render_page(
+        "report.html.j2",
+        name=clean(str(run.get("name", ""))),
         scores=_headline(summary),
         facts=_facts(run),
         charts=charts,
         samples=[_sample(sample) for sample in samples[:MAX_SAMPLES]],
         left_out=max(0, len(samples) - MAX_SAMPLES),
-        config=[(key, _clean(str(value)), origin) for key, value, origin in run.get("config", ())],
+        config=[(key, clean(str(value)), origin) for key, value, origin in run.get("config", ())],
     )
 
 
@@ -152,31 +131,19 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         known["time"] = duration(run["seconds"])
     if "versions" in run:
         known["versions"] = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
-    return [(title, _clean(str(known[key]))) for key, title in _FACTS.items() if known.get(key) not in (None, "")]
+    return [(title, clean(str(known[key]))) for key, title in _FACTS.items() if known.get(key) not in (None, "")]
 
 
 def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Texts made safe to look at and, for before and after, the score in words with its colour class."""
-    shown: dict[str, Any] = {"prompt": _clean(str(sample["prompt"])), "truth": _clean(str(sample["ground_truth"]))}
+    shown: dict[str, Any] = {"prompt": clean(str(sample["prompt"])), "truth": clean(str(sample["ground_truth"]))}
     for when in ("before", "after"):
         answer, score = sample.get(f"answer_{when}"), sample.get(f"score_{when}")
-        shown[when] = {"text": "–" if answer is None else _clean(str(answer)), "mark": "", "mood": ""}
+        shown[when] = {"text": "–" if answer is None else clean(str(answer)), "mark": "", "mood": ""}
         if score is not None:
             mark, mood = ("✓", "right") if score >= 1 else ("✗", "wrong") if score <= 0 else ("≈", "partly")
             shown[when] |= {"mark": f"{mark} {score:g}" if mood == "partly" else mark, "mood": mood}
     return shown
-
-
-def _clean(text: str) -> str:
-    """Text that displays as it is: no control or direction-changing characters, and not endless."""
-    if len(text) > _MAX_TEXT:
-        text = f"{text[:_MAX_TEXT]} … ({len(text) - _MAX_TEXT:,} more characters)"
-    hidden = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-    return "".join(
-        c if c in "\n\t" or (unicodedata.category(c) not in ("Cc", "Cs") and unicodedata.bidirectional(c) not in hidden)
-        else "\N{REPLACEMENT CHARACTER}"
-        for c in text
-    )  # fmt: skip
 
 
 def _column(records: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:
@@ -211,7 +178,7 @@ def _line_panel(chart: _Chart, records: Sequence[Mapping[str, Any]]) -> dict[str
         return None
     steps = _thin(np.array([float(record["step"]) for record in records]))
     figure, axes = _axes(chart.wide, steps)
-    for (_, raw), colour in zip(columns, _COLOURS, strict=False):
+    for (_, raw), colour in zip(columns, COLOURS, strict=False):
         values = _thin(raw)
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.4, marker="o" if len(values) == 1 else "")
         axes.plot(steps, _smooth(values), color=colour, linewidth=1.9, solid_capstyle="round")
@@ -224,7 +191,7 @@ def _line_panel(chart: _Chart, records: Sequence[Mapping[str, Any]]) -> dict[str
     first, last = values[np.isfinite(values)][[0, -1]]
     return {
         "title": chart.title, "text": chart.text, "wide": chart.wide, "legend": legend,
-        "ends": f"{label} {_short(first)} → {_short(last)}", "svg": _svg(figure, chart.title),
+        "ends": f"{label} {_short(first)} → {_short(last)}", "svg": to_svg(figure, chart.title),
     }  # fmt: skip
 
 
@@ -243,7 +210,7 @@ def _phase_panel(records: Sequence[Mapping[str, Any]], wide: bool) -> dict[str, 
         phases["other"] = np.sum([phases.pop(name) for name in smallest], axis=0)
     steps = _thin(np.array([float(record["step"]) for record in records]))
     figure, axes = _axes(wide, steps)
-    axes.stackplot(steps, *[_thin(v) for v in phases.values()], colors=_COLOURS, alpha=0.85, linewidth=0)
+    axes.stackplot(steps, *[_thin(v) for v in phases.values()], colors=COLOURS, alpha=0.85, linewidth=0)
     total = np.sum(list(phases.values()), axis=0)
     # One slow step (the first compiles) would flatten all the others.
     axes.set_ylim(0, min(_thin(total).max(), 2 * np.median(total)) * 1.08 or 1.0)
@@ -251,7 +218,7 @@ def _phase_panel(records: Sequence[Mapping[str, Any]], wide: bool) -> dict[str, 
         "title": "Time per phase", "text": "Seconds of a step, stacked; what is far above the rest is cut off.",
         "wide": wide, "legend": [(name.replace("_", " "), i) for i, name in enumerate(phases)],
         "ends": f"median {duration(float(np.median(total)))} per step",
-        "svg": _svg(figure, "Time per phase"),
+        "svg": to_svg(figure, "Time per phase"),
     }  # fmt: skip
 
 
@@ -264,16 +231,3 @@ def _axes(wide: bool, steps: np.ndarray) -> tuple[Figure, Axes]:
     if len(steps) > 1:
         axes.set_xlim(steps[0], steps[-1])
     return figure, axes
-
-
-def _svg(figure: Figure, title: str) -> Markup:
-    """The figure as an inline SVG element whose colours follow the page."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": title}):
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", text, flags=re.DOTALL)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, variable)
-    return Markup(text.replace("<svg", '<svg role="img"', 1))

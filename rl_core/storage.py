@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
@@ -33,7 +33,7 @@ _LASTING = {
     errno.EINVAL, errno.ENOSYS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
 }  # fmt: skip
 _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
-_CLIENTS = {"botocore", "aiobotocore", "aiohttp"}
+_CLIENTS = {"botocore", "aiobotocore", "aiohttp", "httpx", "httpx2"}
 
 
 def step_name(step: int) -> str:
@@ -113,6 +113,12 @@ class Store:
         with storage_errors(path):
             return bytes(self.fs.cat_file(path))
 
+    def open(self, rel: str) -> BinaryIO:
+        """A file to read parts of; of a remote one only what is asked for is fetched."""
+        path = self._path(rel)
+        with storage_errors(path):
+            return cast(BinaryIO, self.fs.open(path, "rb", cache_type="none"))
+
     def write_json(self, rel: str, value: Any) -> None:
         """Write a value as JSON, whole or not at all."""
         self.write_bytes(rel, json.dumps(value, indent=1, ensure_ascii=False).encode())
@@ -169,13 +175,17 @@ class Store:
             )
         # File by file: a recursive put of a folder that is already there nests a second copy inside it.
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
-            target = self._path(_join(rel, file.relative_to(source).as_posix()))
-            with storage_errors(target, writing=True):
-                if self.is_local:
-                    with file.open("rb") as data, _replacing(Path(target)) as copy:
-                        shutil.copyfileobj(data, copy)
-                else:
-                    self.fs.put_file(str(file), target)
+            self.put_file(file, _join(rel, file.relative_to(source).as_posix()))
+
+    def put_file(self, file: str | Path, rel: str) -> None:
+        """Copy a file of this machine to `rel`, whole or not at all."""
+        target = self._path(rel)
+        with storage_errors(target, writing=True):
+            if self.is_local:
+                with open(file, "rb") as data, _replacing(Path(target)) as copy:
+                    shutil.copyfileobj(data, copy)
+            else:
+                self.fs.put_file(str(file), target)
 
     def download(self, rel: str, local_dir: str | Path) -> None:
         """Copy all files under the folder `rel` to `local_dir`, each whole or not at all."""

@@ -42,7 +42,8 @@ class PPOTrainer:
         self.on_step = on_step
         self.ledger = Ledger(store)
         self.commits = Commits(store, roles, config.trainer.keep_checkpoints, on_commit)
-        loader = StatefulLoader(len(rows), config.data.train_batch_size, config.trainer.seed, data_hash)
+        weights = [source.weight for source in config.data.sources]
+        loader = StatefulLoader(rows.sizes, config.data.train_batch_size, config.trainer.seed, data_hash, weights)
         self.upcoming = Upcoming(config, rows, loader, roles)
         self.sampler = Sampler(config, self.upcoming, rewards, tokenizer)
         algorithm = config.algorithm

@@ -35,12 +35,14 @@ def warm_start(
 
     `on_step` gets the number of the step and its loss.
     """
-    loader = StatefulLoader(len(rows), config.warm_start.batch_size, config.trainer.seed, "")
-    reference_response = load_source(config.data.source).reference_response
+    weights = [source.weight for source in config.data.sources]
+    loader = StatefulLoader(rows.sizes, config.warm_start.batch_size, config.trainer.seed, "", weights)
+    sources = [load_source(source.source) for source in config.data.sources]
     losses: list[float] = []
     for step in range(1, config.warm_start.steps + 1):
-        chosen = [rows[i] for i in loader.next()]
-        answers = [reference_response(row) for row in chosen]
+        indices = loader.next()
+        chosen = [rows[i] for i in indices]
+        answers = [sources[rows.source_of(i)].reference_response(row) for i, row in zip(indices, chosen, strict=True)]
         batch = supervised_batch([row["prompt_ids"] for row in chosen], answers, tokenizer, chat, config)
         losses.append(roles.actor.update_supervised(batch)["loss"])
         on_step(step, losses[-1])

@@ -2,7 +2,11 @@
 
 from typing import Any
 
+from rl_core.console import Console
 from rl_core.data import prepare
+from rl_core.data.files import changed_files
+from rl_core.data.report import DataReport
+from rl_core.errors import InputError
 from rl_core.rewards.runner import check_scorers
 from tasks.session import current_session
 from tasks.stage import stage
@@ -10,11 +14,43 @@ from tasks.stage import stage
 
 @stage("prepare data")
 def prepare_data() -> dict[str, Any]:
-    """Commits the rows once; returns their counts and hash."""
+    """Commits the rows once; returns their counts and hash.
+
+    Raises InputError when the files that they were made of have changed since, unless the session keeps its rows.
+    """
     session = current_session()
     assert session.chat  # a template that cannot take tools or environment is refused before anything is made
-    facts = prepare.prepare_data(session.config, session.store, session.tokenizer, session.tools_of)
-    check_scorers(session.config.reward, session.train_rows.rows + session.val_rows.rows)
+    committed = session.store.read_manifest("data")
+    if committed and not session.keep_data:
+        check_unchanged(committed["meta"]["files"], session.config.data.paths, session.run.name)
+    facts = prepare.prepare_data(
+        session.config,
+        session.store,
+        session.tokenizer,
+        session.tools_of,
+        lambda count: session.console.note(f"{count:,} rows so far"),
+    )
+    check_scorers(session.config.reward, {name: f"{rows:,} rows" for name, rows in facts["data_sources"].items()})
     session.tracker.set_tags({"rollforward.data_hash": facts["data_hash"]})
-    session.console.note(f"{facts['train_rows']} training rows, {facts['val_rows']} held out")
+    show(prepare.read_report(session.store), session.store.url, session.console)
     return facts
+
+
+def show(report: DataReport, url: str, console: Console) -> None:
+    """Tells how many rows there are, what was dropped and what a person may want to know of them."""
+    dropped = any(report.dropped(split) for split in ("train", "val"))
+    console.note(prepare.summary(report) + (f", listed in {url}/{prepare.DROPPED}" if dropped else ""))
+    for problem in report.problems:
+        console.warning(problem.error)
+
+
+def check_unchanged(recorded: dict[str, str], paths: tuple[str, ...], run: str) -> None:
+    """Raises InputError naming each file that is not as it was when the run's rows were made of it."""
+    if paths and (changed := changed_files(recorded, paths)):
+        raise InputError(
+            f"the files that the rows of run {run} were made of",
+            "; ".join(changed),
+            ", ".join(paths),
+            f"--run {run} --keep-data continues on the rows that the run began with, which are in its folder; "
+            "--new begins another run with the new ones",
+        )

@@ -49,9 +49,9 @@ def current_session() -> "Session":
 class Session:
     """One run in one process; workers start when a stage first needs them and end with the session."""
 
-    def __init__(self, run: Run, verbose: bool) -> None:
-        """Cheap; nothing is started."""
-        self.run, self.verbose = run, verbose
+    def __init__(self, run: Run, verbose: bool, keep_data: bool = False) -> None:
+        """Cheap; nothing is started. `keep_data`: the run's rows are used whatever has become of their files."""
+        self.run, self.verbose, self.keep_data = run, verbose, keep_data
         if not verbose:
             transformers_logging.disable_progress_bar()
         self.config: RunConfig = run.composed.config
@@ -208,9 +208,9 @@ class Session:
 
 
 @contextmanager
-def open_session(run: Run, verbose: bool = False) -> Iterator[Session]:
+def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> Iterator[Session]:
     """The session of a flow; everything that it started is gone afterwards, and MLflow knows how the run ended."""
-    session = Session(run, verbose)
+    session = Session(run, verbose, keep_data)
     token = _current.set(session)
     status: Any = "FAILED"
     try:

@@ -70,7 +70,7 @@ def trained(store: Store, steps: int = STEPS) -> list[int]:
 
 
 def in_order(config: RunConfig, steps: int = STEPS) -> list[int]:
-    loader = StatefulLoader(ROWS, BATCH, config.trainer.seed, "")
+    loader = StatefulLoader([ROWS], BATCH, config.trainer.seed, "")
     return [row for _ in range(steps) for row in loader.next()]
 
 

@@ -85,7 +85,7 @@ def sampler(scorer: Scorer, actor: Actor | None = None, **sections: dict[str, ob
             **sections,
         }
     )
-    loader = StatefulLoader(len(ROWS), 2, config.trainer.seed, "hash")
+    loader = StatefulLoader([len(ROWS)], 2, config.trainer.seed, "hash")
     roles = SimpleNamespace(rollout=actor or Actor())
     upcoming = Upcoming(config, RLHFDataset(ROWS, TOKENIZER), loader, roles)  # type: ignore[arg-type]
     return Sampler(config, upcoming, scorer, TOKENIZER)
@@ -93,7 +93,7 @@ def sampler(scorer: Scorer, actor: Actor | None = None, **sections: dict[str, ob
 
 def order_of(made: Sampler) -> list[int]:
     """Row numbers in the order in which the loader will give them."""
-    fresh = StatefulLoader(len(ROWS), 2, made.config.trainer.seed, "hash")
+    fresh = StatefulLoader([len(ROWS)], 2, made.config.trainer.seed, "hash")
     return [row for _ in range(6) for row in fresh.next()]
 
 
@@ -110,7 +110,7 @@ def test_without_dynamic_sampling_the_next_prompts_are_the_batch() -> None:
     batch, metrics = made.batch(1, Phases())
     first = order_of(made)[:2]
     assert rows_in(batch) == [first[0]] * N + [first[1]] * N and metrics == {}
-    assert actor.temperatures == [0.7] and actor.sleeps == 1 and made.upcoming.loader.consumed == 2
+    assert actor.temperatures == [0.7] and actor.sleeps == 1 and made.upcoming.loader.state_dict()["positions"] == [2]
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0] * 6
 
 
@@ -126,7 +126,7 @@ def test_groups_of_equal_scores_are_dropped_and_refilled() -> None:
     assert metrics == {"sampling/generated_batches": 3.0, "sampling/useful_share": 1.0}
     kept = batch.batch["token_level_scores"].sum(-1)
     assert score == pytest.approx((4 * N + kept.sum().item()) / (6 * N))
-    assert made.upcoming.loader.consumed == 6, "the loader stands behind all prompts that were used"
+    assert made.upcoming.loader.state_dict()["positions"] == [6], "the loader stands behind all prompts that were used"
     assert len(set(actor.seeds)) == 3 * 2 * N, "a refill repeats another one's random numbers"
     uid = batch.non_tensor_batch["uid"].tolist()
     assert [len(set(uid[k : k + N])) for k in (0, N)] == [1, 1] and len(set(uid)) == 2

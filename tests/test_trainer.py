@@ -48,7 +48,7 @@ def test_a_step_is_committed_after_the_next_ones_rollouts_and_before_its_end(und
 def test_a_manifest_holds_the_position_of_its_own_step(bench: Bench, undisturbed: list[str]) -> None:
     for step in range(1, STEPS + 1):
         manifest = bench.store("undisturbed").read_manifest(f"{CHECKPOINTS}/{step_name(step)}")
-        assert manifest and manifest["meta"]["upcoming"]["loader"]["consumed"] == step * BATCH
+        assert manifest and manifest["meta"]["upcoming"]["loader"]["positions"] == [step * BATCH]
     assert shards(bench.store("undisturbed"), 2) != shards(bench.store("undisturbed"), 3)
 
 
@@ -77,3 +77,25 @@ def test_a_run_that_has_to_stop_keeps_the_step_before(bench: Bench) -> None:
         trainer.fit(STEPS)
     assert events == ["rollouts 1", "step 1", "rollouts 2", "commit 1"]
     assert bench.store("stopped").committed_steps(CHECKPOINTS) == [1]
+
+
+def test_a_mixture_goes_on_within_its_sources_epochs_after_a_crash(bench: Bench) -> None:
+    recipe, settings = RUNS["grpo"]
+    first = "{source: sort_digits, difficulty: 4, train_rows: 6, val_rows: 2, weight: 2}"
+    second = "{source: copy_digits, difficulty: 4, train_rows: 5, val_rows: 2}"
+    ours = ("data.source", "data.difficulty", "data.train_rows", "data.val_rows")
+    small = [setting for setting in SMALL if not setting.startswith(ours)]
+    mixed = [*small, *settings, f"data.mixture=[{first}, {second}]", f"trainer.steps={STEPS}"]
+    config = compose(recipe, [*mixed, f"trainer.keep_checkpoints={STEPS}"]).config
+    trainer, _ = bench.start("mixed", config=config)
+    trainer.fit(STEPS)
+    trainer, _ = bench.start("mixed and crashed", (3, TransientError("a worker was lost")), config)
+    with pytest.raises(TransientError):
+        trainer.fit(STEPS)
+    bench.roles.finish_checkpoint()
+    trainer, _ = bench.start("mixed and crashed", config=config)
+    trainer.fit(STEPS)
+    stores = bench.store("mixed"), bench.store("mixed and crashed")
+    assert records(stores[0]) == records(stores[1]) and shards(stores[0], STEPS) == shards(stores[1], STEPS)
+    manifest = stores[1].read_manifest(f"{CHECKPOINTS}/{step_name(STEPS)}")
+    assert manifest and manifest["meta"]["upcoming"]["loader"]["positions"] == [8, 4]

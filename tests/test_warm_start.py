@@ -1,11 +1,13 @@
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
-from rl_core.data.dataset import encode_prompt
+from rl_core.data.dataset import RLHFDataset, encode_prompt
+from rl_core.data.prepare import prepare_data
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
 from rl_core.models.load import load_tokenizer, stop_tokens
@@ -14,7 +16,8 @@ from rl_core.rollout.agent_loop import roll_out
 from rl_core.rollout.engine import Completion, Sampling
 from rl_core.rollout.partners import ToolPartners, chat_template
 from rl_core.rollout.tool_runner import tool_schemas
-from rl_core.warm_start import conversation, supervised_batch
+from rl_core.storage import Store
+from rl_core.warm_start import conversation, supervised_batch, warm_start
 
 CALL, RESULT, ANSWER = '[calculator(x="12*34")]', "408", "=408"
 TURNS = [
@@ -104,3 +107,31 @@ def test_a_conversation_that_is_too_long_says_what_to_set(model: Path) -> None:
     config = compose("tools", ["data.max_response_length=30"]).config
     with pytest.raises(InputError, match=r"(?s)one of 35 tokens: '\[calculator.*data.max_response_length=35"):
         batch_of([TURNS], model, config)
+
+
+def test_each_row_of_a_mixture_has_the_reference_answer_of_its_source(model: Path, tmp_path: Path) -> None:
+    mixture = "[{source: arithmetic, difficulty: 2, weight: 2}, {source: sort_digits, difficulty: 4}]"
+    settings = ["data.source=sort_digits", "data.difficulty=5", f"data.mixture={mixture}", "warm_start.steps=3"]
+    config = compose("tools", [*settings, "warm_start.batch_size=12", "warm_start.stop_loss=0"]).config
+    tokenizer, store, batches = load_tokenizer(model), Store(str(tmp_path / "run")), list[DataProto]()
+    prepare_data(config, store, tokenizer)
+    actor = SimpleNamespace(
+        update_supervised=lambda batch: batches.append(batch) or {"loss": 1.0},  # type: ignore[func-returns-value]
+        export=lambda store, folder: store.write_json(f"{folder}/model.json", {}),
+    )
+    rows = RLHFDataset.load(store, "train", tokenizer)
+    chat = chat_template(tokenizer, tool_schemas(config.agent), config.agent, stop_tokens(model))
+    roles = SimpleNamespace(actor=actor)
+    warm_start(config, rows, roles, tokenizer, store, chat, lambda step, loss: None)  # type: ignore[arg-type]
+    batch = DataProto.concat(batches).batch
+    texts = [tokenizer.batch_decode(batch[name], skip_special_tokens=True) for name in ("prompts", "responses")]
+    pairs = [["".join(text.split()) for text in pair] for pair in zip(*texts, strict=True)]
+    assert sum("*" in prompt for prompt, _ in pairs) == 24 and len(pairs) == 36
+    for prompt, answer in pairs:
+        wanted = f"={product_of(prompt)}" if "*" in prompt else "".join(sorted(prompt))
+        assert answer.endswith(wanted) and (answer[0] in "=[") == ("*" in prompt)
+
+
+def product_of(text: str) -> int:
+    first, second = text.split("*")
+    return int(first) * int(second)

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from rl_core.config.problems import combination, joined, missing_equals, unknown_key, wrong_value
+from rl_core.config.problems import Fields, combination, entry_section, joined, missing_equals, unknown_key, wrong_value
 from rl_core.config.schema import RunConfig
 from rl_core.errors import InputError
 
@@ -94,10 +94,14 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Every value by its dotted key, in the schema's order."""
+    return {key: leaf.value for key, leaf in _leaves(config.model_dump(mode="json"), "").items()}
+
+
 def flatten(config: RunConfig) -> dict[str, Scalar]:
-    """Every value by its dotted key, in the schema's order; lists are given as their JSON text."""
-    leaves = _leaves(config.model_dump(mode="json"), "")
-    return {key: json.dumps(leaf.value) if isinstance(leaf.value, list) else leaf.value for key, leaf in leaves.items()}
+    """The settings with lists given as their JSON text."""
+    return {key: json.dumps(value) if isinstance(value, list) else value for key, value in settings(config).items()}
 
 
 def identity(config: RunConfig) -> dict[str, Scalar]:
@@ -184,12 +188,25 @@ def _validated(values: Mapping[str, _Value], where: str, problems: list[InputErr
                 problems += [combination(text, origins, fields) for text in str(error["ctx"]["error"]).split("; ")]
                 continue
             key = next(key for key in fields if error["loc"][: key.count(".") + 1] == tuple(key.split(".")))
-            if key not in seen:
-                problems.append(wrong_value(key, values[key].value, origins[key], fields[key]))
+            inside = error["loc"][key.count(".") + 1 :]
+            key, leaf, options = _located(key, inside, values[key], fields)
+            if key not in options:
+                problems.append(unknown_key(key, leaf.value, leaf.origin, options))
+            elif key not in seen:
+                problems.append(wrong_value(key, leaf.value, leaf.origin, options[key]))
             seen.add(key)
     if problems:
         raise joined(problems, where)
     return config
+
+
+def _located(key: str, inside: tuple[int | str, ...], leaf: _Value, fields: Fields) -> tuple[str, _Value, Fields]:
+    """What an error is about: a setting or, in a list of sections, a setting of an entry; and what keys there are."""
+    part = entry_section(fields[key])
+    if part is None or len(inside) < 2:
+        return key, leaf, fields
+    entry, name = inside[:2]
+    return f"{key}[{entry}].{name}", _Value(leaf.value[entry][name], leaf.origin), _fields(part, f"{key}[{entry}].")
 
 
 def _recipe_values(recipe: str, folder: Path, parents: tuple[Path, ...]) -> dict[str, _Value]:

@@ -1,5 +1,6 @@
 """The settings of rows: where they come from, what is checked of them, and which are left out."""
 
+import itertools
 from typing import Literal
 
 from pydantic import Field
@@ -14,10 +15,10 @@ class SourceConfig(Section):
 
     source: str = "sort_digits"
     """Where rows come from: the name of a module in rl_core/data/sources, or `files` for your own files."""
-    path: str | None = None
+    path: str | tuple[str, ...] | None = None
     """What the source reads: a file, a folder, a pattern such as `rows/*.parquet`, or several of them; local or a URL
     such as s3://…; sources that make their rows on the fly need none."""
-    val_path: str | None = None
+    val_path: str | tuple[str, ...] | None = None
     """The same for held-out rows; only read by source `files`."""
     columns: tuple[str, ...] = ()
     """Further columns that the rows keep, for a scorer or tool of your own; only read by source `files`."""
@@ -54,3 +55,9 @@ class DataConfig(SourceConfig):
     def sources(self) -> tuple[SourceConfig, ...]:
         """The sources of the run: those of the mixture, or the only one."""
         return self.mixture or (self,)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All that the sources read, held-out rows too."""
+        given = [path for source in self.sources for path in (source.path, source.val_path) if path]
+        return tuple(dict.fromkeys(itertools.chain(*([path] if isinstance(path, str) else path for path in given))))

@@ -8,6 +8,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rl_core.errors import InputError
@@ -95,9 +96,20 @@ def show(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def entry_section(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that each entry of a list is, where the field is such a list."""
+    kind = next(iter(get_args(field.annotation)), None) if get_origin(field.annotation) is tuple else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def _kind(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     if get_origin(kind) is tuple:
-        return "a list of texts" if get_args(kind)[-1] is ... else f"a list of {len(get_args(kind))} numbers"
+        first, *_, last = get_args(kind)
+        if isinstance(first, type) and issubclass(first, BaseModel):
+            return "a list of {" + ": …, ".join(first.model_fields) + ": …}"
+        if get_origin(first) is Literal:
+            return "a list out of " + ", ".join(get_args(first))
+        return "a list of texts" if last is ... else f"a list of {len(get_args(kind))} numbers"
     return _TYPES.get(kind, str(kind))

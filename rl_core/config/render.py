@@ -5,12 +5,15 @@ import math
 import struct
 from pathlib import Path
 
-from rl_core.config.compose import Composed, flatten
+from rl_core.config.compose import Composed, settings
 from rl_core.config.problems import show
 from rl_core.config.schema import RunConfig, TinyModelConfig
 
 # The offline model: a Qwen3 with the heads and vocabulary that its builder uses.
 TINY_VOCABULARY, TINY_HEAD_DIM = 32, 64
+
+# Characters of a value beyond which the others are not moved to the right with it.
+WIDEST = 48
 
 # Per parameter, all in float32: weight, gradient and Adam's two moments; a checkpoint has no gradient.
 TRAINING_BYTES, CHECKPOINT_BYTES = 16, 12
@@ -19,12 +22,12 @@ TRAINING_BYTES, CHECKPOINT_BYTES = 16, 12
 def render(composed: Composed) -> str:
     """Table of all settings (a star marks what does not come from the schema's defaults) and of derived sizes."""
     config = composed.config
-    settings = [
+    rows = [
         ("  " if composed.origins[key] == "default" else "* ", key, show(value), composed.origins[key])
-        for key, value in flatten(config).items()
+        for key, value in settings(config).items()
     ]
-    key_width, value_width = (max(len(row[column]) for row in settings) for column in (1, 2))
-    lines = [f"{mark}{key:<{key_width}}  {value:<{value_width}}  {origin}" for mark, key, value, origin in settings]
+    key_width, value_width = (max(min(len(row[column]), WIDEST) for row in rows) for column in (1, 2))
+    lines = [f"{mark}{key:<{key_width}}  {value:<{value_width}}  {origin}" for mark, key, value, origin in rows]
     sizes = derived(config, parameter_count(config), config.data.train_rows)
     width = max(len(name) for name in sizes)
     return "\n".join(

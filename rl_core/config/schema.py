@@ -318,6 +318,29 @@ class RunConfig(Section):
             ),
         ]
 
+    def _data_checks(self) -> list[tuple[object, str]]:
+        """What has to hold of the sources of rows."""
+        alone = [
+            f"data.{name}={getattr(self.data, name)}"
+            for name, field in SourceConfig.model_fields.items()
+            if getattr(self.data, name) != field.default
+        ]
+        entries = {f"data.mixture[{place}]": entry for place, entry in enumerate(self.data.mixture)}
+        return [
+            *(
+                (
+                    entry.source != "files" or (entry.path and entry.val_path),
+                    f"{name}.source=files needs {name}.path (training rows) and {name}.val_path (held-out rows)",
+                )
+                for name, entry in (entries or {"data": self.data}).items()
+            ),
+            (
+                not (self.data.mixture and alone),
+                f"{' and '.join(alone)} would be ignored beside data.mixture, whose entries have such settings of "
+                "their own",
+            ),
+        ]
+
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
         batch, mini, n = self.data.train_batch_size, self.mini_batch_size, self.rollout.n
@@ -365,10 +388,7 @@ class RunConfig(Section):
                 self.correction.reject_bounds[0] < self.correction.reject_bounds[1],
                 "the lower one of correction.reject_bounds comes first",
             ),
-            (
-                all(each.source != "files" or (each.path and each.val_path) for each in self.data.sources),
-                "data.source=files needs data.path (training rows) and data.val_path (held-out rows)",
-            ),
+            *self._data_checks(),
         ]
         problems = [message for fine, message in checks if not fine]
         if problems:

@@ -1,17 +1,24 @@
 """Prepared rows with their prompts as tokens."""
 
-from collections.abc import Callable
+import bisect
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from rl_core.data.rows import Row, parse_parquet
+from rl_core.data.rows import Row
+from rl_core.data.store import StoredRows
 from rl_core.errors import InputError
 from rl_core.storage import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PROMPTS_KEPT = 1 << 16
+"""Prompts whose tokens are kept: 4 bytes a token."""
 
 Schema = dict[str, Any]
 ToolsOf = Callable[[Row], list[Schema]]
@@ -61,29 +68,44 @@ def encode_prompt(
 
 
 class RLHFDataset:
-    """Rows of one split; item i is the row with its `prompt_ids`, made on first use and then kept."""
+    """Rows of one split; item i is the row with its `prompt_ids`, which are made on use and kept for a while.
+
+    Rows of several sources lie one source after the other, `sizes` says how many each has.
+    """
 
     def __init__(
-        self, rows: list[Row], tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf = without_tools
+        self,
+        rows: Sequence[Row],
+        tokenizer: "PreTrainedTokenizerBase",
+        tools_of: ToolsOf = without_tools,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.rows, self.tokenizer, self.tools_of = rows, tokenizer, tools_of
-        self._prompt_ids: dict[int, list[int]] = {}
+        self.sizes = sizes or [len(rows)]
+        self._ends = list(itertools.accumulate(self.sizes))
+        self._prompt_ids = lru_cache(PROMPTS_KEPT)(self._encode)
 
     @classmethod
     def load(
         cls, store: Store, split: str, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf = without_tools
     ) -> "RLHFDataset":
         """The split (`train` or `val`) that `prepare_data` has committed; raises InputError when there is none."""
-        if store.read_manifest("data") is None:
+        manifest = store.read_manifest("data")
+        if manifest is None:
             raise InputError("prepared data", "no committed folder data", store.url, "prepare the data first")
-        name = f"data/{split}.parquet"
-        return cls(parse_parquet(store.read_bytes(name), f"{name} in {store.url}"), tokenizer, tools_of)
+        sizes = [source["train_rows"] for source in manifest["meta"]["sources"]] if split == "train" else None
+        return cls(StoredRows(store, split), tokenizer, tools_of, sizes)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> Row:
+        return {"prompt_ids": self._prompt_ids(i).tolist(), **self.rows[i]}
+
+    def source_of(self, i: int) -> int:
+        """The number of the source that row i is of."""
+        return bisect.bisect_right(self._ends, i)
+
+    def _encode(self, i: int) -> "array[int]":
         row = self.rows[i]
-        if i not in self._prompt_ids:
-            self._prompt_ids[i] = encode_prompt(self.tokenizer, row["prompt"], f"row {i + 1}", self.tools_of(row))
-        return {"prompt_ids": self._prompt_ids[i], **row}
+        return array("i", encode_prompt(self.tokenizer, row["prompt"], f"row {i + 1}", self.tools_of(row)))

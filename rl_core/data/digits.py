@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rl_core.config.schema import DataConfig
+from rl_core.config.data import SourceConfig
 from rl_core.data.rows import Row, make_row
 from rl_core.errors import InputError
 
@@ -21,7 +21,7 @@ ENUMERABLE = 8
 
 
 def digit_rows(
-    config: DataConfig, seed: int, source: str, ability: str, answer: Callable[[str], str]
+    config: SourceConfig, seed: int, source: str, ability: str, answer: Callable[[str], str]
 ) -> tuple[list[Row], list[Row]]:
     """Training rows (with repeats) and held-out rows (unique) whose answer is that of the line of digits.
 

@@ -1,55 +1,119 @@
 """The order in which training rows are used, as a position that can be saved and restored."""
 
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import TypedDict
 
 import numpy as np
 
 from rl_core.errors import InputError
 
+WINDOW = 1 << 20
+"""Rows that are permuted at once, 4 bytes each."""
+
 
 class LoaderState(TypedDict):
-    consumed: int
+    positions: list[int]
     seed: int
-    rows: int
+    sizes: list[int]
+    weights: list[float]
     data_hash: str
 
 
-class StatefulLoader:
-    """Endless batches of row indices: each epoch is a fresh permutation that follows from seed and epoch alone.
+class SourceOrder:
+    """The endless order of one source's rows: each epoch is a fresh permutation that follows from its number alone.
 
-    A batch that reaches the end of an epoch is filled from the next one, so every row is used equally often.
+    An epoch goes window by window. With C windows, window c holds the rows c, c + C, c + 2C, …, an even sample of
+    them all.
     """
 
-    def __init__(self, rows: int, batch_size: int, seed: int, data_hash: str) -> None:
-        self.rows, self.batch_size, self.seed, self.data_hash = rows, batch_size, seed, data_hash
-        if rows < 1:
-            raise InputError("at least 1 training row", "none", "the data loader", "give data with at least one row")
-        self.consumed = 0
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+    def __init__(self, rows: int, seed: int, number: int) -> None:
+        self.rows, self.seed, self.number = rows, seed, number
+        self.position = 0
+        self._windows = -(-rows // WINDOW)
+        self._loaded = (-1, -1)
+        self._order = np.empty(0, dtype=np.int32)
 
-    @property
-    def epoch(self) -> int:
-        """Epochs completed so far."""
-        return self.consumed // self.rows
+    def next(self) -> int:
+        """The next row."""
+        epoch, offset = divmod(self.position, self.rows)
+        self.position += 1
+        for window in self._visits(epoch):
+            size = len(range(window, self.rows, self._windows))
+            if offset < size:
+                break
+            offset -= size
+        if self._loaded != (epoch, window):
+            # NumPy fills up with zeros: the first window of the first source has the stream of [seed, epoch].
+            stream = np.random.default_rng([self.seed, epoch, window, self.number])
+            self._order, self._loaded = stream.permutation(size).astype(np.int32), (epoch, window)
+        return window + self._windows * int(self._order[offset])
+
+    def _visits(self, epoch: int) -> list[int]:
+        """The windows in the order of their turns."""
+        if self._windows == 1:
+            return [0]
+        origin = np.random.SeedSequence([self.seed, epoch, 0, self.number], spawn_key=(1,))
+        return np.random.default_rng(origin).permutation(self._windows).tolist()
+
+
+class StatefulLoader:
+    """Endless batches of row indices, over one source or a mixture whose rows lie one source after the other.
+
+    The next prompt is of the source that is furthest behind its share of the prompts so far, so that every count is
+    near its share at any time. A source that reaches the end of an epoch goes on with its next one: each of its rows
+    is used equally often.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], batch_size: int, seed: int, data_hash: str, weights: Sequence[float] = (1.0,)
+    ) -> None:
+        """`sizes` are the rows of each source, `weights` its share of the prompts relative to the others'."""
+        self.sizes, self.weights = list(sizes), list(weights)
+        self.batch_size, self.seed, self.data_hash = batch_size, seed, data_hash
+        if min(self.sizes) < 1:
+            empty = self.sizes.index(0) + 1
+            raise InputError(
+                "at least 1 training row of every source",
+                f"none of source {empty} of {len(self.sizes)}",
+                "the data loader",
+                "give data with at least one row",
+            )
+        self._orders = [SourceOrder(rows, seed, number) for number, rows in enumerate(self.sizes)]
+        self._starts = [0, *itertools.accumulate(self.sizes)]
+        # Exact, so that equal deficits are equal.
+        self._shares = [Fraction(weight) / sum(map(Fraction, self.weights)) for weight in self.weights]
 
     def next(self) -> list[int]:
         """The next `batch_size` row indices."""
-        batch: list[int] = []
-        while len(batch) < self.batch_size:
-            epoch, offset = divmod(self.consumed, self.rows)
-            part = self._permutation(epoch)[offset : offset + self.batch_size - len(batch)]
-            batch += part.tolist()
-            self.consumed += len(part)
-        return batch
+        return [self._next() for _ in range(self.batch_size)]
+
+    def _next(self) -> int:
+        turn = sum(order.position for order in self._orders) + 1
+        behind = [share * turn - order.position for share, order in zip(self._shares, self._orders, strict=True)]
+        source = behind.index(max(behind))
+        return self._starts[source] + self._orders[source].next()
 
     def state_dict(self) -> LoaderState:
-        """Rows used so far and what the position refers to."""
-        return {"consumed": self.consumed, "seed": self.seed, "rows": self.rows, "data_hash": self.data_hash}
+        """Rows used so far of each source and what the positions refer to."""
+        return {
+            "positions": [order.position for order in self._orders],
+            "seed": self.seed,
+            "sizes": self.sizes,
+            "weights": self.weights,
+            "data_hash": self.data_hash,
+        }
 
     def load_state_dict(self, state: LoaderState) -> None:
         """Continue at a saved position; raises InputError naming what changed when it was of other data."""
         now = self.state_dict()
-        names = {"data_hash": "the data's contents", "rows": "the number of training rows", "seed": "trainer.seed"}
+        names = {
+            "data_hash": "the data's contents",
+            "sizes": "the number of training rows",
+            "weights": "the weights of data.mixture",
+            "seed": "trainer.seed",
+        }
         changed = [name for name in names if state.get(name) != now[name]]  # type: ignore[literal-required]
         if changed:
             raise InputError(
@@ -60,10 +124,5 @@ class StatefulLoader:
                 "the saved position of the data loader",
                 "restore the earlier data and seed, or start a new run",
             )
-        self.consumed = int(state["consumed"])
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
-            self._epoch = epoch
-        return self._order
+        for order, position in zip(self._orders, state["positions"], strict=True):
+            order.position = int(position)

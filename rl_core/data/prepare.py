@@ -1,100 +1,118 @@
-"""From a source to the committed files that a run trains and is evaluated on."""
+"""From sources to the committed files that a run trains and is evaluated on."""
 
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.config.schema import DataConfig, RunConfig
-from rl_core.data.dataset import ToolsOf, check_tokenizer, encode_prompt, without_tools
-from rl_core.data.rows import Row, canonical, content_hash, parquet_bytes, to_table
-from rl_core.data.sources import load_source
-from rl_core.errors import InputError
+from rl_core.config.data import DataConfig
+from rl_core.config.schema import RunConfig
+from rl_core.data.check import Dropped, check_data, tokenizer_text
+from rl_core.data.dataset import ToolsOf, check_tokenizer, without_tools
+from rl_core.data.files import file_identity
+from rl_core.data.page import render_data_report
+from rl_core.data.report import DataReport, counted
+from rl_core.data.store import RowWriter, data_hash
 from rl_core.storage import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPLITS = ("train", "val")
+REPORT, PAGE, DROPPED = "data/report.json", "data/report.html", "data/dropped.jsonl"
 
 
 def prepare_data(
-    config: RunConfig, store: Store, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf = without_tools
+    config: RunConfig,
+    store: Store,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools_of: ToolsOf = without_tools,
+    on_rows: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Any]:
-    """Make, check and commit the rows as `data/train.parquet` and `data/val.parquet`; once done, only look it up.
+    """Look at all rows and commit those that stay, with what was found; once done, only look it up.
 
-    Returns {source, train_rows, val_rows, dropped: {reason: {split: count}}, data_hash}. Raises InputError when
-    the tokenizer or the rows cannot be used.
+    The folder `data` then holds the rows, `report.json` and `report.html`, and `dropped.jsonl` with a line for each row
+    that was left out. `on_rows(count)` is called about every two seconds. Returns {train_rows, val_rows, dropped:
+    {split: {reason: count}}, data_hash, data_sources: {data_source: rows}, sources: [{source, train_rows, weight}],
+    files: {name: mark}}. Raises InputError for the first thing that keeps the run from starting.
     """
     manifest = store.read_manifest("data")
     if manifest is None:
-        manifest = _prepare(config, store, tokenizer, tools_of)
+        manifest = _prepare(config, store, tokenizer, tools_of, on_rows)
     meta: dict[str, Any] = manifest["meta"]
     return meta
 
 
+def read_report(store: Store) -> DataReport:
+    """What was found in the rows that are committed."""
+    return DataReport.from_json(store.read_json(REPORT))
+
+
+def summary(report: DataReport) -> str:
+    """The rows in words: `70 training rows, 9 held out; 3 repeat a prompt; dropped 12 (overlong 10, malformed 2)`."""
+    dropped: dict[str, int] = {}
+    for split in ("train", "val"):
+        for reason, count in report.dropped(split).items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    repeats = 0 if "duplicate" in report.drop else sum(rows.faults.get("duplicate", 0) for rows in report.of("train"))
+    text = f"{report.kept('train'):,} training rows, {report.kept('val'):,} held out"
+    text += f"; {repeats:,} repeat a prompt" if repeats else ""
+    return f"{text}; dropped {sum(dropped.values()):,} ({counted(dropped)})" if dropped else text
+
+
 def _prepare(
-    config: RunConfig, store: Store, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf
+    config: RunConfig,
+    store: Store,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools_of: ToolsOf,
+    on_rows: Callable[[int], None],
 ) -> dict[str, Any]:
     check_tokenizer(tokenizer, config.model.path)
-    made = load_source(config.data.source).rows(config.data, config.trainer.seed)
-    splits = {
-        name: _fitting(rows, name, config.data, tokenizer, tools_of) for name, rows in zip(SPLITS, made, strict=True)
+    store.remove("data")  # what an attempt that did not end has left
+    # Marked before they are read: what changes meanwhile is then a change.
+    files = file_identity(config.data.paths) if config.data.paths else {}
+    writers = {split: RowWriter(store, split) for split in ("train", "val")}
+    with tempfile.TemporaryDirectory() as folder:
+        with Path(folder, "dropped.jsonl").open("w", encoding="utf-8") as listed:
+
+            def on_drop(dropped: Dropped) -> None:
+                listed.write(json.dumps(asdict(dropped), ensure_ascii=False) + "\n")
+
+            report = check_data(
+                config.data,
+                config.trainer.seed,
+                tokenizer,
+                tools_of,
+                lambda split, row, tokens: writers[split].add(row, tokens),
+                counted_by=tokenizer_text(config.model.path),
+                on_drop=on_drop,
+                on_rows=on_rows,
+            )
+        if report.stops:
+            store.remove("data")
+            raise report.stops[0].error
+        digests = [writer.close() for writer in writers.values()]
+        Path(folder, "report.json").write_text(json.dumps(report.as_json(), ensure_ascii=False), encoding="utf-8")
+        Path(folder, "report.html").write_text(render_data_report(report, _title(config.data)), encoding="utf-8")
+        store.upload(folder, "data")
+    return store.commit_folder("data", _meta(config.data, report, data_hash(digests), files))
+
+
+def _meta(config: DataConfig, report: DataReport, digest: str, files: dict[str, str]) -> dict[str, Any]:
+    trained = zip(config.sources, report.of("train"), strict=True)
+    return {
+        "train_rows": report.kept("train"),
+        "val_rows": report.kept("val"),
+        "dropped": {split: report.dropped(split) for split in ("train", "val")},
+        "data_hash": digest,
+        "data_sources": report.data_sources,
+        "sources": [
+            {"source": source.source, "train_rows": rows.kept, "weight": source.weight} for source, rows in trained
+        ],
+        "files": files,
     }
-    dropped = {name: len(rows) - len(splits[name]) for name, rows in zip(SPLITS, made, strict=True)}
-    _check_enough(splits, dropped, config.data)
-    _check_disjoint(splits["train"], splits["val"])
-    tables = {name: to_table(rows, f"{name} rows of data.source={config.data.source}") for name, rows in splits.items()}
-    for name, table in tables.items():
-        store.write_bytes(f"data/{name}.parquet", parquet_bytes(table))
-    meta = {
-        "source": config.data.source,
-        "train_rows": len(splits["train"]),
-        "val_rows": len(splits["val"]),
-        "dropped": {"overlong_prompt": dropped},
-        # Of the rows as readers get them: a column of structs gives every row all of its keys.
-        "data_hash": content_hash(table.to_pylist() for table in tables.values()),
-    }
-    return store.commit_folder("data", meta)
 
 
-def _fitting(
-    rows: list[Row], split: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf
-) -> list[Row]:
-    """Rows whose prompt is short enough."""
-    kept = []
-    for number, row in enumerate(rows, start=1):
-        where = f"{split} row {number}"
-        length = len(encode_prompt(tokenizer, row["prompt"], where, tools_of(row)))
-        if length <= config.max_prompt_length:
-            kept.append(row)
-        elif "overlong" not in config.drop:
-            raise InputError(
-                f"prompts of at most data.max_prompt_length={config.max_prompt_length} tokens",
-                f"{length} tokens",
-                where,
-                f"set data.max_prompt_length={length} or more, or data.drop=[overlong] to leave such rows out",
-            )
-    return kept
-
-
-def _check_enough(splits: dict[str, list[Row]], dropped: dict[str, int], config: DataConfig) -> None:
-    for name, needed in (("train", config.train_batch_size), ("val", 1)):
-        if len(splits[name]) < needed:
-            raise InputError(
-                f"at least {needed} {name} rows" + (", one batch (data.train_batch_size)" if name == "train" else ""),
-                f"{len(splits[name])} rows, {dropped[name]} dropped for their length",
-                f"data.source={config.source}",
-                "give more rows, "
-                + ("a smaller data.train_batch_size " if name == "train" else "")
-                + "or a larger data.max_prompt_length",
-            )
-
-
-def _check_disjoint(train: list[Row], val: list[Row]) -> None:
-    trained = {canonical(row["prompt"]): number for number, row in enumerate(train, start=1)}
-    for number, row in enumerate(val, start=1):
-        if same := trained.get(canonical(row["prompt"])):
-            raise InputError(
-                "held-out prompts that are not trained on",
-                f"val row {number} has the prompt of train row {same}",
-                "the prepared rows",
-                "remove it from one of the two sets of rows",
-            )
+def _title(config: DataConfig) -> str:
+    return " and ".join(dict.fromkeys(source.source for source in config.sources))

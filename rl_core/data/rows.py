@@ -1,19 +1,16 @@
-"""Rows of a data set: their layout, their files and their hash."""
+"""Rows of a data set: their layout and their one form as text."""
 
-import hashlib
-import io
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from rl_core.errors import InputError
-from rl_core.storage import Store
 
 Row = dict[str, Any]
 """One problem: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
+Found = Row | InputError
+"""A row, or why there is none."""
 
 
 def make_row(source: str, question: str, ability: str, ground_truth: str, answer: str, split: str, index: int) -> Row:
@@ -27,79 +24,18 @@ def make_row(source: str, question: str, ability: str, ground_truth: str, answer
     }
 
 
-def read_rows(url: str) -> list[Row]:
-    """Rows of one parquet or JSON-lines file at a path or fsspec URL.
+def rows_of(
+    records: Iterable[tuple[Found, str]], split: str, count: int | None, to_row: Callable[[Row, str, int, str], Row]
+) -> Iterator[Found]:
+    """What `to_row` makes of the first `count` records (None: all), given split, number and where the record stands.
 
-    Raises InputError when the file is missing, empty, unreadable or of another format, TransientError when the
-    storage behind the URL fails.
+    A record that is none, or of which no row can be made, gives the InputError that says so.
     """
-    folder, slash, name = url.rpartition("/")
-    try:
-        data = Store(folder + slash if slash else ".").read_bytes(name)
-    except FileNotFoundError:
-        raise InputError(
-            "a .parquet or .jsonl file", "no such file", url, "give the path of an existing file"
-        ) from None
-    except InputError as error:
-        fix = "give the path or URL of a file that can be read, and credentials where it needs them"
-        raise InputError("a readable .parquet or .jsonl file", error.seen, url, fix) from error
-    rows = parse_json_lines(data, url) if url.endswith(".jsonl") else parse_parquet(data, url)
-    if not rows:
-        raise InputError("at least one row", "an empty file", url, "write rows into it or give another file")
-    return rows
-
-
-def parse_json_lines(data: bytes, where: str) -> list[Row]:
-    """Rows of a JSON-lines file; raises InputError naming the line that is not a JSON object."""
-    rows = []
-    for number, line in enumerate(data.splitlines(), start=1):
-        if not line.strip():
-            continue
+    for index, (record, where) in enumerate(itertools.islice(records, count)):
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            row = error
-        if not isinstance(row, dict):
-            seen = line[:80].decode("utf-8", "replace")
-            raise InputError("one JSON object per line", seen, f"{where}, line {number}", "correct or remove the line")
-        rows.append(row)
-    return rows
-
-
-def parse_parquet(data: bytes, where: str) -> list[Row]:
-    """Rows of a parquet file's bytes; raises InputError when they are no parquet file."""
-    try:
-        return pq.read_table(io.BytesIO(data)).to_pylist()
-    except pa.ArrowInvalid as error:
-        seen = "an empty file" if not data else str(error).splitlines()[0]
-        raise InputError(
-            "a parquet file", seen, where, "write it with pyarrow, pandas or another parquet tool"
-        ) from error
-
-
-def to_table(rows: list[Row], where: str) -> pa.Table:
-    """Rows as a table of typed columns; raises InputError when a column mixes types."""
-    try:
-        return pa.Table.from_pylist(rows)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, UnicodeEncodeError) as error:
-        raise InputError("one type of valid values per column", str(error), where, "correct the rows") from error
-
-
-def parquet_bytes(table: pa.Table) -> bytes:
-    """The table as a parquet file."""
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer)
-    return buffer.getvalue()
-
-
-def content_hash(splits: Iterable[list[Row]]) -> str:
-    """sha256 over the rows in canonical JSON: the same for the same content, whatever wrote the files."""
-    digest = hashlib.sha256()
-    for rows in splits:
-        for row in rows:
-            digest.update(canonical(row).encode() + b"\n")
-        digest.update(b"\n")
-    return digest.hexdigest()
+            yield record if isinstance(record, InputError) else to_row(record, split, index, where)
+        except InputError as error:
+            yield error
 
 
 def canonical(value: Any) -> str:

@@ -1,19 +1,30 @@
 """Data sets that are a folder with a file, or several, of each split."""
 
 import fnmatch
+from collections.abc import Iterator
 
-from rl_core.data.rows import Row, read_rows
+from rl_core.config.data import SourceConfig
+from rl_core.data.files import read_records
+from rl_core.data.rows import Found
 from rl_core.errors import InputError
 from rl_core.storage import Store
 
 
-def read_split(path: str, name: str) -> list[tuple[Row, str]]:
-    """Records of the split in the folder or URL, each with where it stands.
+def one_folder(config: SourceConfig) -> str | None:
+    """`data.path` without a slash at its end; raises InputError when it is several."""
+    if isinstance(config.path, tuple) and len(config.path) != 1:
+        seen, where = f"data.path={list(config.path)}", f"data.source={config.source}"
+        raise InputError("one folder", seen, where, "give the folder that holds the files of both splits")
+    path = config.path[0] if isinstance(config.path, tuple) else config.path
+    return path and path.rstrip("/")
+
+
+def read_split(path: str, name: str) -> Iterator[tuple[Found, str]]:
+    """Records of the split in the folder or URL, each with where it stands, as `read_records` gives them.
 
     Raises InputError when there is no file NAME.jsonl, NAME.parquet or NAME-*.parquet, or one cannot be read.
     """
-    files = [f"{path}/{file}" for file in _files(path, name)]
-    return [(record, f"{file}, row {i}") for file in files for i, record in enumerate(read_rows(file), start=1)]
+    return read_records(tuple(f"{path}/{file}" for file in _files(path, name)), None)
 
 
 def _files(path: str, name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Scoring out of process, with a deadline that kills."""
 
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Protocol
@@ -25,10 +26,12 @@ MAX_RESTARTS = 3
 """Times that the pool is made anew in one call."""
 
 
-def check_scorers(config: RewardConfig, rows: list[Row]) -> None:
-    """Raises InputError when the scorer of any row does not exist or lacks a setting."""
-    first = {row["data_source"]: number for number, row in reversed(list(enumerate(rows, start=1)))}
-    where = {name: f"data_source of row {number}, as reward.function is unset" for name, number in first.items()}
+def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
+    """Raises InputError when the scorer of any row does not exist or lacks a setting.
+
+    `sources` says of each `data_source` of the rows where it is found.
+    """
+    where = {name: f"data_source of {place}, as reward.function is unset" for name, place in sources.items()}
     if config.function:
         where = {config.function: "reward.function"}
     scorers = [resolve_scorer(*item) for item in where.items()]

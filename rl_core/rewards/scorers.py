@@ -11,7 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from rl_core.data.sources import load_source, source_names
+from rl_core.data.sources import NO_SOURCE, load_source, source_names
 from rl_core.errors import InputError
 
 Row = dict[str, Any]
@@ -88,10 +88,11 @@ def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
     if name in source_names() and (scorer := load_source(name).SCORER):
         return resolve_scorer(scorer, where)
     names = list(dict.fromkeys([*SCORERS, *LAZY, *(name for name in source_names() if load_source(name).SCORER)]))
-    nearest = difflib.get_close_matches(name, names, cutoff=0.4)
+    unnamed = name == NO_SOURCE
+    nearest = [] if unnamed else difflib.get_close_matches(name, names, cutoff=0.4)
     raise InputError(
         f"a scorer among {', '.join(names)}, or package.module:function",
-        f"'{name}'",
+        f"'{name}'" + ", which stands for rows without a data_source" * unnamed,
         where,
         (f"did you mean {' or '.join(nearest)}? " if nearest else "")
         + "Set reward.function to the scorer of all rows, or name it in the rows' data_source",

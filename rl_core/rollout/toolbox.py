@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from rl_core.data.nested import without_none
 from rl_core.errors import InputError, RollforwardError
 from rl_core.processes import writable
 from rl_core.rollout.call_pool import CallPool, Reply, checked_reward, finished
@@ -173,13 +174,6 @@ def row_schemas(schemas: list[dict[str, Any]]) -> Callable[[dict[str, Any]], lis
     """A function of a row that gives the schemas of its tools, as `tools_of_row` chooses them."""
     by_name = {schema["function"]["name"]: schema for schema in schemas}
     return lambda row: [by_name[name] for name in tools_of_row(row, list(by_name))]
-
-
-def without_none(value: Any) -> Any:
-    """The value without entries of dicts, however deep, that are None."""
-    if isinstance(value, dict):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    return [without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def as_text(answer: Any) -> str:

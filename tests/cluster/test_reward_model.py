@@ -70,7 +70,11 @@ def test_a_run_is_scored_by_the_reward_model(
     table = pq.read_table(io.BytesIO(store.read_bytes("rollouts/step_000002.parquet"))).to_pylist()
     metrics = store.read_json("ledger/step_000002.json")["metrics"]
     for row in table:
-        prompt = next(item["prompt"] for item in train.rows if item["extra_info"]["index"] == row["row"])
+        prompt = next(
+            item["prompt"]
+            for item in (train[i] for i in range(len(train)))
+            if item["extra_info"]["index"] == row["row"]
+        )
         judged, score = wanted(prompt, tokenizer.decode(row["responses"], skip_special_tokens=True))
         assert row["reward_named/model"] == pytest.approx(judged, abs=1e-5)
         assert sum(row["token_level_scores"]) == pytest.approx(score, abs=1e-5)

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -95,6 +96,7 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("registry.promote=1", ["true or false"]),
         ("registry.model_name=12", ["text", "registry.model_name='\"12\"'"]),
         ("data.source=[x", ["valid YAML", "data.source=[x"]),
+        ("data.drop=[x]", ["a list out of malformed, overlong"]),
         ("rollout.n=1", ["rollout.n (override)", "algorithm.estimator (recipe grpo)", "at least 2"]),
         ("algorithm.reward_weights=[short]", ["NAME=WEIGHT", "not short", "algorithm.reward_weights (override)"]),
         ("correction.reject_bounds=[2, 0.5]", ["lower one", "correction.reject_bounds (override)"]),
@@ -208,3 +210,53 @@ def test_token_rewards_that_gdpo_would_not_see_are_refused(setting: str) -> None
     compose("grpo", ["algorithm.estimator=gdpo"])
     with pytest.raises(InputError, match="gdpo reads the scorer's named rewards"):
         compose("grpo", ["algorithm.estimator=gdpo", setting])
+
+
+SECOND = "{source: files, path: [a.jsonl, c.jsonl], val_path: b.jsonl}"
+MIXTURE = f"data.mixture=[{{source: gsm8k, path: X, weight: 2}}, {SECOND}]"
+
+
+def test_a_mixture_goes_through_every_form_of_the_config(tmp_path: Path) -> None:
+    composed = compose("grpo", [MIXTURE])
+    config = composed.config
+    assert composed.origins["data.mixture"] == "override"
+    assert [(each.source, each.path, each.weight) for each in config.data.sources] == [
+        ("gsm8k", "X", 2.0),
+        ("files", ("a.jsonl", "c.jsonl"), 1.0),
+    ]
+    assert config.data.paths == ("X", "a.jsonl", "c.jsonl", "b.jsonl")
+    assert compose(write(tmp_path, "again", to_yaml(config)), []).config == config
+    assert from_dict(config.model_dump()) == config and from_dict(config.model_dump(mode="json")) == config
+    recipe = "defaults: [grpo]\ndata:\n  mixture:\n    - {source: gsm8k, path: X, weight: 2}\n    - source: files\n"
+    recipe += "      path: [a.jsonl, c.jsonl]\n      val_path: b.jsonl\n"
+    assert compose(write(tmp_path, "mine", recipe), []).config == config
+    assert json.loads(str(flatten(config)["data.mixture"]))[1]["path"] == ["a.jsonl", "c.jsonl"]
+    other = compose("grpo", [MIXTURE.replace("weight: 2", "weight: 3")]).config
+    assert config_hash(other) != config_hash(config) and list(diff(other, config)) == ["data.mixture"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ("[{source: gsm8k, weigth: 2}]", ["data.mixture[0].weigth", "the nearest known key is data.mixture[0].weight"]),
+        ("[{}, {weight: 0}]", ["data.mixture[1].weight (override)", "a number above 0"]),
+        ("[{tasks: a}]", ["data.mixture[0].tasks", "a list of texts"]),
+        ("[{train_rows: x, val_rows: y}]", ["2 problems", "mixture[0].train_rows", "mixture[0].val_rows"]),
+        ("[{mixture: []}]", ["data.mixture[0].mixture"]),
+        ("[gsm8k]", ["a list of {source: …, path: …", '["gsm8k"]']),
+        ("gsm8k", ["a list of {source: …, path: …"]),
+        ("[{}, {source: files, path: a}]", ["data.mixture[1].val_path", "data.mixture (override)"]),
+    ],
+)
+def test_a_wrong_mixture_is_explained(entries: str, words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        compose("grpo", [f"data.mixture={entries}"])
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in:\n{caught.value}"
+
+
+def test_settings_that_a_mixture_would_ignore_are_refused() -> None:
+    with pytest.raises(InputError, match="data.source=gsm8k and data.path=x would be ignored") as caught:
+        compose("grpo", [MIXTURE, "data.source=gsm8k", "data.path=x"])
+    assert "data.path (override), data.mixture (override)" in caught.value.where
+    compose("grpo", [MIXTURE, "data.max_prompt_length=100", "data.drop=[overlong]"])

@@ -38,6 +38,13 @@ def test_the_table_shows_each_value_with_its_layer_and_marks_what_was_set() -> N
     assert any("responses per step" in line and "512" in line for line in lines)
 
 
+def test_a_long_value_does_not_move_the_others() -> None:
+    paths = ", ".join(f"{{source: gsm8k, path: /data/{i}}}" for i in range(9))
+    lines = render(compose("grpo", [f"data.mixture=[{paths}]"])).splitlines()
+    assert sum('[{"source": "gsm8k", "path": "/data/0"' in line for line in lines) == 1
+    assert max(len(line) for line in lines if "data.mixture" not in line and "judge.prompt" not in line) < 130
+
+
 def test_sizes_follow_from_the_config() -> None:
     overrides = [
         "actor.mini_batch_size=16", "actor.ppo_epochs=2", "actor.kl_loss_coef=0", "trainer.ranks_per_node=2",

@@ -1,4 +1,5 @@
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
-from rl_core.data.prepare import prepare_data
+from rl_core.data.prepare import DROPPED, prepare_data, read_report, summary
 from rl_core.errors import InputError
 from rl_core.models.tiny import build_tokenizer
 from rl_core.storage import Store
@@ -54,13 +55,16 @@ def test_rows_are_committed_and_read_back(store: Store, tokenizer: PreTrainedTok
     config = RunConfig.model_validate({"data": {"train_rows": 70, "val_rows": 9}})
     meta = prepare_data(config, store, tokenizer)
     assert meta == {
-        "source": "sort_digits",
         "train_rows": 70,
         "val_rows": 9,
-        "dropped": {"overlong_prompt": {"train": 0, "val": 0}},
+        "dropped": {"train": {}, "val": {}},
         "data_hash": meta["data_hash"],
+        "data_sources": {"sort_digits": 79},
+        "sources": [{"source": "sort_digits", "train_rows": 70, "weight": 1.0}],
+        "files": {},
     }
     assert store.verify("data") == []
+    assert summary(read_report(store)) == "70 training rows, 9 held out"
     train, val = (RLHFDataset.load(store, split, tokenizer) for split in ("train", "val"))
     assert (len(train), len(val)) == (70, 9)
     item = val[4]
@@ -69,7 +73,6 @@ def test_rows_are_committed_and_read_back(store: Store, tokenizer: PreTrainedTok
         " ", ""
     )
     assert item["extra_info"]["index"] == 4 and all(type(i) is int for i in item["prompt_ids"])
-    assert val[4]["prompt_ids"] is item["prompt_ids"]  # made once
 
 
 def test_what_is_committed_is_not_made_again(store: Store, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -83,7 +86,7 @@ def test_files_without_a_manifest_are_made_again(store: Store, tokenizer: PreTra
     config = RunConfig.model_validate({"data": {"train_rows": 64, "val_rows": 9}})
     meta = prepare_data(config, store, tokenizer)
     store.remove("data/manifest.json")
-    store.write_bytes("data/train.parquet", b"cut short")
+    store.write_bytes("data/train/part_00000.parquet", b"cut short")
     with pytest.raises(InputError, match="prepared data"):
         RLHFDataset.load(store, "train", tokenizer)
     assert prepare_data(config, store, tokenizer) == meta
@@ -115,9 +118,17 @@ def test_an_overlong_prompt_stops_or_is_dropped_and_counted(
         prepare_data(configured(train, val, max_prompt_length=10), store, tokenizer)
     assert error.value.where == "train row 2"
     assert "data.max_prompt_length=11" in error.value.fix
-    meta = prepare_data(configured(train, val, max_prompt_length=10, drop=("overlong",)), store, tokenizer)
-    assert meta["train_rows"] == 2 and meta["dropped"] == {"overlong_prompt": {"train": 1, "val": 0}}
+    drop: dict[str, Any] = {"drop": ("overlong",), "max_dropped_share": 0.4}
+    meta = prepare_data(configured(train, val, max_prompt_length=10, **drop), store, tokenizer)
+    assert meta["train_rows"] == 2 and meta["dropped"] == {"train": {"overlong": 1}, "val": {}}
     assert [r["reward_model"]["ground_truth"] for r in RLHFDataset.load(store, "train", tokenizer).rows] == ["1", "2"]
+    listed = [json.loads(line) for line in store.read_bytes(DROPPED).splitlines()]
+    assert listed == [{"split": "train", "where": "train row 2", "reason": "overlong", "detail": "11 tokens"}]
+    assert summary(read_report(store)) == "2 training rows, 1 held out; dropped 1 (overlong 1)"
+    prepare_data(configured([row("1"), row("1")], val), other := Store(f"{store.url}-repeats"), tokenizer)
+    assert summary(read_report(other)) == "2 training rows, 1 held out; 1 repeat a prompt"
+    committed = {file["path"] for file in (store.read_manifest("data") or {})["files"]}
+    assert {"report.json", "report.html", "dropped.jsonl"} < committed
 
 
 def test_a_prompt_of_the_largest_length_is_kept(
@@ -127,9 +138,10 @@ def test_a_prompt_of_the_largest_length_is_kept(
 
 
 def test_a_held_out_prompt_must_not_be_trained_on(
-    store: Store, configured: Configured, tokenizer: PreTrainedTokenizerBase
+    store: Store, configured: Configured, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match="val row 2 has the prompt of train row 1"):
+    monkeypatch.setattr("rl_core.data.store.PART_ROWS", 1)  # so that there is a part before the run is stopped
+    with pytest.raises(InputError, match="the prompt of val row 2\n.*train row 1"):
         prepare_data(configured([row("1"), row("2")], [row("3"), row("1")]), store, tokenizer)
     assert not store.exists("data")
 
@@ -157,15 +169,27 @@ def test_a_prompt_that_the_template_refuses_is_named(
     strict.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(InputError, match="no system role") as error:
         prepare_data(configured([row("1"), row("2")], [row("3")]), store, strict)
-    assert error.value.where == "train row 1"
+    assert error.value.where == "val row 1"
 
 
-def test_columns_of_mixed_types_are_refused(
-    store: Store, configured: Configured, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+def test_what_an_attempt_that_did_not_end_has_left_is_removed(store: Store, tokenizer: PreTrainedTokenizerBase) -> None:
+    store.write_bytes("data/more/part_00007.parquet", b"of an earlier attempt")
+    prepare_data(RunConfig.model_validate({"data": {"train_rows": 64, "val_rows": 9}}), store, tokenizer)
+    assert store.listdir("data") == ["dropped.jsonl", "manifest.json", "report.html", "report.json", "train", "val"]
+
+
+def test_rows_of_a_mixture_follow_each_other_and_are_numbered_anew(
+    store: Store, configured: Configured, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    from rl_core.data.sources import files
-
-    mixed = [row("1", extra_info={"index": 1}), row("2", extra_info={"index": "two"})]
-    monkeypatch.setattr(files, "rows", lambda config, seed: (mixed, [row("3", extra_info={"index": 1})]))
-    with pytest.raises(InputError, match="one type"):
-        prepare_data(configured([row("1")], [row("3")]), store, tokenizer)
+    paths = configured([row("1"), row("2")], [row("3")]).data
+    files = {"source": "files", "path": paths.path, "val_path": paths.val_path, "weight": 2.0}
+    made = {"source": "sort_digits", "train_rows": 3, "val_rows": 1}
+    config = RunConfig.model_validate({"data": {"mixture": [files, made], "train_batch_size": 2}})
+    meta = prepare_data(config, store, tokenizer)
+    assert [(each["source"], each["train_rows"], each["weight"]) for each in meta["sources"]] == [
+        ("files", 2, 2.0), ("sort_digits", 3, 1.0),
+    ]  # fmt: skip
+    train = RLHFDataset.load(store, "train", tokenizer).rows
+    assert [row["extra_info"]["index"] for row in train] == [0, 1, 2, 3, 4]
+    assert [row["data_source"] for row in train] == ["exact", "exact", *["sort_digits"] * 3]
+    assert len(meta["files"]) == 2

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ from rl_core.config.schema import DataConfig
 from rl_core.data.sources import copy_digits, files, gsm8k, last_digit, load_source, math, sort_digits, source_names
 from rl_core.errors import InputError
 
+Read = tuple[list[Any], list[Any]]
 LAYOUT = {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+
+
+def read(source: Any, config: DataConfig) -> Read:
+    train, val = source.rows(config, seed=0)
+    return list(train), list(val)
 
 
 def test_sources_are_found_by_name() -> None:
@@ -104,7 +111,7 @@ def test_word_problems_are_read_from_each_layout(tmp_path: Path, layout: str) ->
     else:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / layout)
     write_lines(tmp_path / "test.jsonl", problems("test", 3))
-    train, val = gsm8k.rows(DataConfig(path=str(tmp_path), val_rows=2), seed=0)
+    train, val = read(gsm8k, DataConfig(path=(str(tmp_path),), val_rows=2))
     assert (len(train), len(val)) == (4, 2)
     assert set(train[3]) == LAYOUT
     assert train[3]["prompt"][0]["content"].startswith("train: what is 4 thousand and one?\n")
@@ -125,8 +132,9 @@ def test_word_problems_are_read_from_each_layout(tmp_path: Path, layout: str) ->
 def test_a_word_problem_of_another_form_is_named(tmp_path: Path, bad: Any, says: str) -> None:
     write_lines(tmp_path / "train.jsonl", [*problems("train", 1), bad])
     write_lines(tmp_path / "test.jsonl", problems("test", 1))
-    with pytest.raises(InputError, match=says):
-        gsm8k.rows(DataConfig(path=str(tmp_path)), seed=0)
+    first, problem = read(gsm8k, DataConfig(path=str(tmp_path)))[0]
+    assert first["extra_info"]["index"] == 0
+    assert isinstance(problem, InputError) and re.search(says, str(problem))
 
 
 def test_missing_word_problems_say_what_to_give(tmp_path: Path) -> None:
@@ -152,7 +160,7 @@ def test_competition_problems_have_the_answer_of_their_last_box(tmp_path: Path) 
     ]
     write_lines(tmp_path / "train.jsonl", records)
     write_lines(tmp_path / "test.jsonl", records[:1])
-    train, val = math.rows(DataConfig(path=f"{tmp_path}/"), seed=0)
+    train, val = read(math, DataConfig(path=f"{tmp_path}/"))
     assert set(train[0]) == LAYOUT and train[0]["prompt"][0]["content"].startswith("Half?\n")
     assert [row["reward_model"]["ground_truth"] for row in train] == ["\\frac{1}{2}", "7", "0.5"]
     assert [math.reference_response(row) for row in train] == [boxed, "\\boxed{7}", "\\boxed{0.5}"]
@@ -162,10 +170,17 @@ def test_competition_problems_have_the_answer_of_their_last_box(tmp_path: Path) 
 @pytest.mark.parametrize("bad", [{"problem": "?", "solution": "no box"}, {"question": "?", "answer": "1"}])
 def test_a_competition_problem_of_another_form_is_named(tmp_path: Path, bad: dict[str, str]) -> None:
     write_lines(tmp_path / "train.jsonl", [{"problem": "?", "answer": "1"}, bad])
-    with pytest.raises(InputError, match="row 2"):
-        math.rows(DataConfig(path=str(tmp_path)), seed=0)
+    write_lines(tmp_path / "test.jsonl", [{"problem": "?", "answer": "1"}])
+    problem = read(math, DataConfig(path=str(tmp_path)))[0][1]
+    assert isinstance(problem, InputError) and problem.where == f"{tmp_path}/train.jsonl, row 2"
     with pytest.raises(InputError, match="data.path=FOLDER"):
         math.rows(DataConfig(), seed=0)
+
+
+@pytest.mark.parametrize("source", [gsm8k, math])
+def test_data_sets_of_a_folder_take_one_folder(source: Any) -> None:
+    with pytest.raises(InputError, match="one folder"):
+        source.rows(DataConfig(path=("/one", "/two")), seed=0)
 
 
 def own_row(**changes: Any) -> dict[str, Any]:
@@ -185,16 +200,20 @@ def own_config(folder: Path, rows: list[dict[str, Any]]) -> DataConfig:
 
 def test_own_rows_are_read_and_filled_in(tmp_path: Path) -> None:
     full = own_row(extra_info={"split": "mine", "index": 7, "answer": "Yes, yes."}, ability="talk", more=5)
-    train, val = files.rows(own_config(tmp_path, [full, full | {"extra_info": None}]), seed=0)
-    assert train[0] == full
+    config = own_config(tmp_path, [full, full | {"extra_info": None}])
+    train, val = read(files, config)
+    kept = {"split": "mine", "index": 0, "own_index": 7, "answer": "Yes, yes."}
+    assert train[0] == {key: value for key, value in full.items() if key != "more"} | {"extra_info": kept}
     assert files.reference_response(train[0]) == "Yes, yes."
     assert train[1]["extra_info"] == {"split": "train", "index": 1}
     assert files.reference_response(train[1]) == "yes"
+    more = config.model_copy(update={"columns": ("more",), "val_path": config.path})
+    assert read(files, more)[0][0]["more"] == 5
     assert val[0]["ability"] == "held out" and val[0]["extra_info"] == {"split": "val", "index": 0}
 
 
 def test_a_ground_truth_number_becomes_text(tmp_path: Path) -> None:
-    train, _ = files.rows(own_config(tmp_path, [own_row(reward_model={"ground_truth": 18})]), seed=0)
+    train, _ = read(files, own_config(tmp_path, [own_row(reward_model={"ground_truth": 18})]))
     assert train[0]["reward_model"] == {"style": "rule", "ground_truth": "18"}
 
 
@@ -213,16 +232,26 @@ def test_a_ground_truth_number_becomes_text(tmp_path: Path) -> None:
     ],
 )
 def test_an_own_row_of_another_form_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says) as error:
-        files.rows(own_config(tmp_path, [own_row(**changes)]), seed=0)
-    assert error.value.where == f"{tmp_path}/train.parquet, row 1"
+    [problem] = read(files, own_config(tmp_path, [own_row(**changes)]))[0]
+    assert isinstance(problem, InputError) and re.search(says, str(problem))
+    assert problem.where == f"{tmp_path}/train.parquet, row 1"
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     row = own_row()
+    with pytest.raises(InputError, match="no column levle; there are data_source"):
+        read(files, own_config(tmp_path, [row]).model_copy(update={"columns": ("levle",)}))
     del row["reward_model"]
-    with pytest.raises(InputError, match="no column reward_model"):
-        files.rows(own_config(tmp_path, [row]), seed=0)
+    with pytest.raises(InputError, match="prompt and reward_model.*\n.*there are data_source, prompt\n"):
+        read(files, own_config(tmp_path, [row]))
+
+
+def test_the_first_rows_are_kept_and_no_others_read(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [own_row(), own_row(), "no row"])
+    paths = {"path": f"{tmp_path}/train.jsonl", "val_path": f"{tmp_path}/*.jsonl"}
+    train, val = read(files, DataConfig(source="files", train_rows=2, **paths))
+    assert [row["extra_info"] for row in train] == [{"split": "train", "index": 0}, {"split": "train", "index": 1}]
+    assert [type(found) for found in val] == [dict, dict, InputError]
 
 
 def test_missing_empty_and_foreign_files_are_input_errors(tmp_path: Path) -> None:
@@ -230,16 +259,16 @@ def test_missing_empty_and_foreign_files_are_input_errors(tmp_path: Path) -> Non
     file = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist([own_row()])[:0], file)
     with pytest.raises(InputError, match="an empty file"):
-        files.rows(config, seed=0)
+        read(files, config)
     for content in (b"", b"question,answer\n"):
         file.write_bytes(content)
-        with pytest.raises(InputError, match="a parquet file"):
-            files.rows(config, seed=0)
+        with pytest.raises(InputError, match="a valid parquet file"):
+            read(files, config)
     file.unlink()
     with pytest.raises(InputError, match="no such file"):
         files.rows(config, seed=0)
     file.mkdir()
-    with pytest.raises(InputError, match="a readable"):
+    with pytest.raises(InputError, match="a folder without any"):
         files.rows(config, seed=0)
     with pytest.raises(InputError, match="data.val_path"):
         files.rows(DataConfig(source="files", path=str(file)), seed=0)

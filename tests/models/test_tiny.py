@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 from rl_core.config.schema import DataConfig, TinyModelConfig
 from rl_core.data.sources import sort_digits
 from rl_core.models.load import load_tokenizer
-from rl_core.models.tiny import CHARACTERS, build_tokenizer, save_tiny_model
+from rl_core.models.tiny import build_tokenizer, save_tiny_model
+from rl_core.models.tokenizer import CHARACTERS
 
 SHAPE = TinyModelConfig(hidden_size=64, layers=1, heads=2)
 

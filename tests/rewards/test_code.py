@@ -127,6 +127,6 @@ def test_a_kernel_without_namespaces_is_told_once(
     warn_without_namespaces.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            check_scorers(RewardConfig(), [row(tests=TESTS)])
+            check_scorers(RewardConfig(), {"code": "row 1"})
     assert len(caplog.records) == 1 and "can reach the network" in caplog.text
     warn_without_namespaces.cache_clear()

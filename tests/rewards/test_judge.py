@@ -135,7 +135,7 @@ def test_a_field_of_json_is_the_score(server: Server) -> None:
 
 def test_a_judge_that_cannot_be_asked_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="reward.judge.url"):
-        check_scorers(RewardConfig(), [row()])
+        check_scorers(RewardConfig(), {"judge": "row 1"})
     with pytest.raises(InputError, match="without user and password") as raised:
         check_judge(JudgeConfig(url=f"http://me:{KEY}@host/v1", model="m"))
     assert KEY not in str(raised.value)

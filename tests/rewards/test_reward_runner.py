@@ -173,8 +173,8 @@ def test_many_small_responses_are_scored_quickly() -> None:
 
 
 def test_unknown_scorers_are_found_before_scoring() -> None:
-    rows = [ROW, ROW | {"data_source": "exakt"}]
-    check_scorers(RewardConfig(), [ROW])
+    rows = {"exact": "row 1", "exakt": "row 2"}
+    check_scorers(RewardConfig(), {"exact": "row 1"})
     with pytest.raises(InputError, match="did you mean exact") as error:
         check_scorers(RewardConfig(), rows)
     assert "row 2" in error.value.where

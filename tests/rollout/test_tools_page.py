@@ -50,7 +50,8 @@ def test_the_tool_with_a_state_plays_the_rows_that_are_made(
 ) -> None:
     monkeypatch.chdir(files)
     runpy.run_path("make_rows.py")
-    train, held_out = load_source("files").rows(DataConfig(path="train.parquet", val_path="held_out.parquet"), seed=0)
+    config = DataConfig(path="train.parquet", val_path="held_out.parquet")
+    train, held_out = map(list, load_source("files").rows(config, seed=0))
     assert len(train) == len(held_out) == 50
     row, secret = train[20], 41
     turns = [f"[guess(number={number})]" for number in (0, 50, 40, 41)] + ["41"]

@@ -3,12 +3,18 @@
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rl_core.errors import InputError
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import DataConfig
+    from rl_core.config.data import SourceConfig
+    from rl_core.data.rows import Found
+
+
+NO_SOURCE = "files"
+"""The `data_source` of rows of files that name none; no scorer has this name."""
 
 
 class Source(Protocol):
@@ -17,8 +23,12 @@ class Source(Protocol):
     SCORER: str | None
     """Name in rl_core/rewards/scorers.py; None where each row's `data_source` names its own."""
 
-    def rows(self, config: "DataConfig", seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Training rows and held-out rows; raises InputError when they cannot be had as asked."""
+    def rows(self, config: "SourceConfig", seed: int) -> tuple[Iterable["Found"], Iterable["Found"]]:
+        """Training rows and held-out rows, with an InputError in the place of each that cannot be used.
+
+        Those of files are read while they are asked for, once. Raises InputError, at once or then, when rows cannot be
+        had as asked.
+        """
 
     def reference_response(self, row: dict[str, Any]) -> str | list[dict[str, str]]:
         """The text that a perfect model would answer; where it calls tools, its turns and what answers them."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.config.schema import DataConfig
+from rl_core.config.data import SourceConfig
 from rl_core.data.rows import Row, make_row
 from rl_core.errors import InputError
 
@@ -17,7 +17,7 @@ CALLING_SHARE = 3
 """One reference conversation in this many calls the calculator; that it should always be called is left to learn."""
 
 
-def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+def rows(config: SourceConfig, seed: int) -> tuple[list[Row], list[Row]]:
     """Training rows (with repeats) and held-out rows (unique) with factors of `difficulty` digits.
 
     Raises InputError when more held-out rows are asked for than exist.

@@ -1,8 +1,10 @@
 """Grade-school word problems (GSM8K): `question` and an `answer` that ends in `#### number`."""
 
-from rl_core.config.schema import DataConfig
-from rl_core.data.rows import Row, make_row
-from rl_core.data.splits import read_split
+from collections.abc import Iterator
+
+from rl_core.config.data import SourceConfig
+from rl_core.data.rows import Found, Row, make_row, rows_of
+from rl_core.data.splits import one_folder, read_split
 from rl_core.errors import InputError
 
 SCORER = "gsm8k"
@@ -10,12 +12,12 @@ DEFAULT_PATH = "hf://datasets/openai/gsm8k/main"
 INSTRUCTION = "Reason step by step and end with a line of `#### ` and the number."
 
 
-def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+def rows(config: SourceConfig, seed: int) -> tuple[Iterator[Found], Iterator[Found]]:
     """The first rows of the data set's two splits; the order is the files', so the seed changes nothing.
 
-    Raises InputError when the files are missing or a row has not the data set's form.
+    A record of another form gives an InputError; one is raised when the files are missing.
     """
-    path = (config.path or DEFAULT_PATH).rstrip("/")
+    path = one_folder(config) or DEFAULT_PATH
     return _split(path, "train", "train", config.train_rows), _split(path, "test", "val", config.val_rows)
 
 
@@ -24,7 +26,7 @@ def reference_response(row: Row) -> str:
     return row["extra_info"]["answer"]
 
 
-def _split(path: str, name: str, split: str, count: int | None) -> list[Row]:
+def _split(path: str, name: str, split: str, count: int | None) -> Iterator[Found]:
     try:
         records = read_split(path, name)
     except Exception as error:
@@ -37,7 +39,7 @@ def _split(path: str, name: str, split: str, count: int | None) -> list[Row]:
             "data.source=gsm8k",
             f"give a local folder that holds {name}.jsonl or {name}.parquet: data.path=FOLDER",
         ) from error
-    return [_to_row(record, split, index, where) for index, (record, where) in enumerate(records[:count])]
+    return rows_of(records, split, count, _to_row)
 
 
 def _to_row(record: Row, split: str, index: int, where: str) -> Row:

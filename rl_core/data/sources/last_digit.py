@@ -1,13 +1,13 @@
 """Made problems: name the last digit of a line."""
 
-from rl_core.config.schema import DataConfig
+from rl_core.config.data import SourceConfig
 from rl_core.data.digits import digit_rows
 from rl_core.data.rows import Row
 
 SCORER = "exact"
 
 
-def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+def rows(config: SourceConfig, seed: int) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows of `difficulty` digits; no multiset of digits is in both."""
     return digit_rows(config, seed, "last_digit", "recall", lambda line: line[-1])
 

@@ -1,25 +1,28 @@
 """Competition problems in the layout of MATH: `problem`, and `answer` or a `solution` that ends in a boxed one."""
 
-from rl_core.config.schema import DataConfig
+from collections.abc import Iterator
+
+from rl_core.config.data import SourceConfig
 from rl_core.data.boxed import in_box, last_box
-from rl_core.data.rows import Row, make_row
-from rl_core.data.splits import read_split
+from rl_core.data.rows import Found, Row, make_row, rows_of
+from rl_core.data.splits import one_folder, read_split
 from rl_core.errors import InputError
 
 SCORER = "math"
 INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
 
 
-def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+def rows(config: SourceConfig, seed: int) -> tuple[Iterator[Found], Iterator[Found]]:
     """The first rows of the folder's two splits; the order is the files', so the seed changes nothing.
 
-    Raises InputError when the files are missing or a row has another form.
+    A record of another form gives an InputError; one is raised when the files are missing.
     """
-    if not config.path:
+    path = one_folder(config)
+    if not path:
         fix = "give the folder that holds train.jsonl and test.jsonl: data.path=FOLDER"
         raise InputError("data.path", "none", "data.source=math", fix)
-    path = config.path.rstrip("/")
-    return _split(path, "train", "train", config.train_rows), _split(path, "test", "val", config.val_rows)
+    train, test = (read_split(path, name) for name in ("train", "test"))
+    return rows_of(train, "train", config.train_rows, _to_row), rows_of(test, "val", config.val_rows, _to_row)
 
 
 def reference_response(row: Row) -> str:
@@ -27,11 +30,7 @@ def reference_response(row: Row) -> str:
     return row["extra_info"]["answer"]
 
 
-def _split(path: str, name: str, split: str, count: int | None) -> list[Row]:
-    return [_to_row(*found, split, index) for index, found in enumerate(read_split(path, name)[:count])]
-
-
-def _to_row(record: Row, where: str, split: str, index: int) -> Row:
+def _to_row(record: Row, split: str, index: int, where: str) -> Row:
     problem, solution, answer = record.get("problem"), record.get("solution"), record.get("answer")
     if not isinstance(problem, str) or not problem.strip():
         raise InputError("a text `problem`", f"columns {sorted(record)}", where, "correct the row")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rl_core.config.schema import DataConfig
+from rl_core.config.data import SourceConfig
 from rl_core.data.rows import Row, canonical, make_row
 from rl_core.errors import InputError
 
@@ -22,7 +22,7 @@ ENOUGH = 50
 _EVALUATES = re.compile(r"(?<![\w.])(eval|exec|compile|simplify|S)\(|parse_expr|sympify|parse_latex|pickle")
 
 
-def rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+def rows(config: SourceConfig, seed: int) -> tuple[list[Row], list[Row]]:
     """Training rows and held-out rows, the tasks in turn; no prompt is in both splits, nor twice in the held-out ones.
 
     Raises InputError when the package is missing, a task is unknown, evaluates text or has not enough problems.

@@ -1,0 +1,181 @@
+"""The rows of a split in the run's folder: written one after the other and read in any order, in bounded memory.
+
+A split is a folder of parquet files in groups of a few rows. Columns hold JSON texts: parquet would give all rows of
+a file one type, and so keys and types that they were not written with.
+"""
+
+import fnmatch
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, overload
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_core.data.rows import Row, canonical
+from rl_core.errors import InputError
+from rl_core.storage import Store, storage_errors
+
+PART_ROWS = 1 << 16
+"""More make a longer list of groups, which is read and parsed for a row of a part that is not open."""
+GROUP_ROWS = 256
+"""Rows that are read for one of them."""
+PARTS_OPEN, GROUPS_KEPT = 8, 64
+
+KNOWN = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+SCHEMA = pa.schema([*((name, pa.string()) for name in (*KNOWN, "more")), ("prompt_tokens", pa.int32())])
+
+
+def part_name(split: str, number: int) -> str:
+    """Where a part of a split lies in the store: `data/train/part_00000.parquet`."""
+    return f"data/{split}/part_{number:05d}.parquet"
+
+
+def part_writer(file: Path) -> pq.ParquetWriter:
+    """Writes a part's table of SCHEMA, in the form that all parts have."""
+    # Nothing searches by value: statistics and dictionaries would be most of the size of small groups.
+    options = {"write_statistics": False, "use_dictionary": False, "write_page_checksum": True}
+    return pq.ParquetWriter(file, SCHEMA, compression="zstd", **options)
+
+
+def data_hash(digests: Sequence[str]) -> str:
+    """The identity of several splits together, from what their writers gave."""
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+class RowWriter:
+    """Writes the rows of a split; readers may trust them once the folder `data` is committed."""
+
+    def __init__(self, store: Store, split: str) -> None:
+        self.store, self.split = store, split
+        store.remove(f"data/{split}")  # parts of an attempt that did not end
+        self._digest = hashlib.sha256()
+        self._group: list[dict[str, Any]] = []
+        self._rows = 0
+        self._folder = tempfile.TemporaryDirectory()
+        self._file = Path(self._folder.name, "part.parquet")
+        self._part: pq.ParquetWriter | None = None
+
+    def add(self, row: Row, prompt_tokens: int) -> None:
+        """One more row, of JSON values; raises InputError for any other."""
+        try:
+            self._digest.update(canonical(row).encode() + b"\n")
+            self._group.append(_to_texts(row) | {"prompt_tokens": prompt_tokens})
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                "values that JSON has: texts, numbers, true, false, null, lists and objects",
+                str(error),
+                f"{self.split} row {self._rows + 1}",
+                "write dates and bytes as texts, or leave the column out",
+            ) from error
+        self._rows += 1
+        if len(self._group) == GROUP_ROWS:
+            self._write_group()
+        if self._rows % PART_ROWS == 0:
+            self._end_part()
+
+    def close(self) -> str:
+        """Writes what is left; returns the sha256 (hexadecimal) of the rows: the same for the same rows."""
+        self._end_part()
+        self._folder.cleanup()
+        return self._digest.hexdigest()
+
+    def _write_group(self) -> None:
+        with storage_errors(str(self._file), writing=True):
+            self._part = self._part or part_writer(self._file)
+            self._part.write_table(pa.Table.from_pylist(self._group, SCHEMA))
+        self._group = []
+
+    def _end_part(self) -> None:
+        if self._group:
+            self._write_group()
+        if self._part is not None:
+            self._part.close()
+            self.store.put_file(self._file, part_name(self.split, (self._rows - 1) // PART_ROWS))
+            self._part = None
+
+
+class StoredRows(Sequence[Row]):
+    """The rows that a RowWriter wrote, each exactly as it was; one is read with the few rows of its group.
+
+    Raises InputError when a part is missing, and on use when it is damaged.
+    """
+
+    def __init__(self, store: Store, split: str) -> None:
+        self.store, self.split = store, split
+        self._open = lru_cache(PARTS_OPEN)(self._open_part)
+        self._group = lru_cache(GROUPS_KEPT)(self._read_group)
+        names = fnmatch.filter(store.listdir(f"data/{split}"), "part_*.parquet")
+        parts = [part_name(split, number) for number in range(max(1, len(names)))]
+        for part in parts:
+            if part.rpartition("/")[2] not in names:
+                fix = "restore the file, or begin another run: --new"
+                raise InputError(f"prepared {split} rows", f"no file {part}", store.url, fix)
+        first, last = self._open(0).metadata, self._open(len(parts) - 1).metadata
+        self._part_rows, self._group_rows = first.num_rows, first.row_group(0).num_rows
+        self._rows = (len(parts) - 1) * self._part_rows + last.num_rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @overload
+    def __getitem__(self, i: int) -> Row: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Row]: ...
+    def __getitem__(self, i: int | slice) -> Row | list[Row]:
+        if isinstance(i, slice):
+            return [self[place] for place in range(*i.indices(len(self)))]
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        part, place = divmod(i % len(self), self._part_rows)
+        group, offset = divmod(place, self._group_rows)
+        return _from_texts(self._group(part, group).slice(offset, 1).to_pylist()[0])
+
+    def _open_part(self, part: int) -> pq.ParquetFile:
+        with self._damage_named(part):
+            # A group's columns are fetched together; on a local disk that only costs threads.
+            return pq.ParquetFile(
+                self.store.open(part_name(self.split, part)),
+                pre_buffer=not self.store.is_local,
+                page_checksum_verification=True,
+            )
+
+    def _read_group(self, part: int, group: int) -> pa.Table:
+        file = self._open(part)
+        with self._damage_named(part):
+            return file.read_row_group(group, [*KNOWN, "more"], use_threads=False)
+
+    @contextmanager
+    def _damage_named(self, part: int) -> Iterator[None]:
+        name = part_name(self.split, part)
+        with storage_errors(name):
+            try:
+                yield
+            except (pa.ArrowException, OSError) as error:
+                # Arrow's own are plain ones without a number; those of the system and of clients say more.
+                arrow = isinstance(error, pa.ArrowException) or (type(error) is OSError and error.errno is None)
+                if not (arrow or isinstance(error, FileNotFoundError)):
+                    raise
+                raise InputError(
+                    "the rows as they were written",
+                    str(error).splitlines()[0],
+                    f"{name} in {self.store.url}",
+                    "restore the file, or begin another run: --new",
+                ) from error
+
+
+def _to_texts(row: Row) -> dict[str, str]:
+    texts = {name: json.dumps(row[name]) for name in KNOWN if name in row}
+    more = {name: value for name, value in row.items() if name not in KNOWN}
+    return texts | ({"more": json.dumps(more)} if more else {})
+
+
+def _from_texts(texts: dict[str, str | None]) -> Row:
+    more = texts.pop("more")
+    row = {name: json.loads(text) for name, text in texts.items() if text is not None}
+    return row | json.loads(more) if more else row

@@ -1,0 +1,101 @@
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.config.compose import compose
+from rl_core.console import Console
+from rl_core.data.report import DataReport
+from rl_core.data.rows import make_row
+from rl_core.errors import InputError
+from tasks.prepare_data import prepare_data, show
+from tasks.runs import open_run
+from tasks.session import open_session
+
+Prepare = Callable[..., dict[str, Any]]
+
+
+def write(path: Path, numbers: range) -> None:
+    rows = [make_row("exact", str(i), "math", str(i), str(i), "train", i) for i in numbers]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name, numbers in {"a": range(4), "b": range(10, 14), "held-out": range(20, 22)}.items():
+        write(folder / f"{name}.jsonl", numbers)
+    return folder
+
+
+@pytest.fixture
+def prepare(folder: Path, tmp_path: Path, sqlite_uri: str) -> Iterator[Prepare]:
+    """The stage in a session of the run `mixed`, whose two sources read the folder's files."""
+    held_out = folder / "held-out.jsonl"
+    entries = [
+        f"{{source: files, path: {folder / name}, val_path: {held_out}, val_rows: {rows}}}"
+        for name, rows in (("a.jsonl", 2), ("b*.jsonl", 1))
+    ]
+    settings = [f"data.mixture=[{', '.join(entries)}]", "data.train_batch_size=2"]
+
+    def prepared(**options: bool) -> dict[str, Any]:
+        run = open_run(compose("grpo", settings), tmp_path, "mixed")  # where the database of `sqlite_uri` is
+        try:
+            with open_session(run, **options):
+                return prepare_data.__wrapped__()  # type: ignore[attr-defined, no-any-return]
+        finally:
+            run.lock.close()
+
+    yield prepared
+
+
+def test_a_resumed_run_whose_files_are_as_they_were_uses_its_rows(prepare: Prepare, folder: Path) -> None:
+    first = prepare()
+    assert [source["train_rows"] for source in first["sources"]] == [4, 4]
+    assert len(first["files"]) == 3 and first["data_sources"] == {"exact": 11}
+    os.utime(folder / "a.jsonl")  # touched or copied, with the same content
+    assert prepare() == first
+
+
+def test_the_stage_tells_what_was_dropped_and_warns() -> None:
+    rows = {"source": "files", "seen": 9, "faults": {}, "examples": {}, "columns": {}, "data_sources": {}, "tools": {},
+            "unknown_tools": {}, "turns": {}, "missing_truth": 0, "lengths": None, "samples": ()}  # fmt: skip
+    train = rows | {"split": "train", "kept": 7, "faults": {"overlong": 2, "duplicate": 1}}
+    report = DataReport.from_json(
+        {"tokenizer": "tiny", "max_prompt_length": 4, "drop": ["overlong"], "complete": True, "seconds": 1.0,
+         "rows": [train, rows | {"split": "val", "kept": 9}],
+         "problems": [{"level": "warning", "expected": "e", "seen": "\x1b[2J", "where": "w", "fix": "f", "rows": 3}]}
+    )  # fmt: skip
+    show(report, "/runs/mine", Console(said := io.StringIO()))
+    first, *others = said.getvalue().splitlines()
+    told = "7 training rows, 9 held out; 1 repeat a prompt; dropped 2 (overlong 2)"
+    assert first.strip() == f"{told}, listed in /runs/mine/data/dropped.jsonl"
+    assert others[0] == "! warning" and "(3 rows of this kind)" in others[2] and "\x1b" not in said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda folder: write(folder / "a.jsonl", range(5)), r"a\.jsonl: 828 → 1,035 bytes"),
+        (lambda folder: write(folder / "held-out.jsonl", range(30, 32)), r"held-out\.jsonl: other content"),
+        (lambda folder: write(folder / "b2.jsonl", range(2)), r"new file .*b2\.jsonl"),
+        (lambda folder: (folder / "b.jsonl").unlink(), r"b\.jsonl is gone"),
+        (lambda folder: shutil.rmtree(folder), r"a\.jsonl is gone; .*b\.jsonl is gone; .*held-out\.jsonl is gone"),
+    ],
+    ids=["longer", "held-out", "new", "gone", "all gone"],
+)
+def test_a_resumed_run_is_refused_when_its_files_have_changed(
+    prepare: Prepare, folder: Path, change: Callable[[Path], None], says: str
+) -> None:
+    first = prepare()
+    change(folder)
+    with pytest.raises(InputError, match=says) as error:
+        prepare()
+    assert "--run mixed --keep-data" in error.value.fix and "--new" in error.value.fix
+    assert prepare(keep_data=True) == first
