@@ -24,7 +24,6 @@ from rl_core.data.prepare import prepare_data
 from rl_core.metrics import Metrics
 from rl_core.models.load import load_tokenizer, stop_tokens
 from rl_core.models.tiny import save_tiny_model
-from rl_core.rewards.runner import RewardRunner
 from rl_core.rollout.partners import chat_template
 from rl_core.rollout.tool_runner import tool_schemas
 from rl_core.storage import Store
@@ -123,13 +122,11 @@ class Learner:
     task: str
 
     def __init__(self, home: Path) -> None:
-        """Starts scorers; Ray must be running."""
+        """Ray must be running."""
         self.home, self.runs = home, 0
-        self.rewards = RewardRunner(compose(TASK).config.reward)
 
     def close(self) -> None:
-        """Ends workers and scorers."""
-        self.rewards.close()
+        """Ends the workers."""
         if self.roles:
             self.roles.close()
 
@@ -163,7 +160,7 @@ class Learner:
             roles.init_warm_start(str(model))
             warm_start(config, rows, roles, tokenizer, store, chat, lambda step, loss: None)
             model = Path(store.url, FOLDER)
-        trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, self.rewards, watch, lambda step: None)
+        trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, watch, lambda step: None)
         trainer.start(str(model))
         with suppress(_Learned):
             trainer.fit(config.trainer.steps)

@@ -30,7 +30,6 @@ from rl_core.data.prepare import prepare_data  # noqa: E402
 from rl_core.ledger import Ledger  # noqa: E402
 from rl_core.models.load import load_tokenizer  # noqa: E402
 from rl_core.models.tiny import build_tokenizer  # noqa: E402
-from rl_core.rewards.runner import RewardRunner  # noqa: E402
 from rl_core.storage import Store  # noqa: E402
 from rl_core.trainer import PPOTrainer  # noqa: E402
 
@@ -71,13 +70,13 @@ def show_progress(record: dict[str, Any]) -> None:
     print(f"step {record['step']}: {record['metrics']['time/step']:.2f} s", file=sys.stderr, flush=True)
 
 
-def measure(mode: str, steps: int, roles: Roles, rewards: RewardRunner) -> dict[str, float]:
+def measure(mode: str, steps: int, roles: Roles) -> dict[str, float]:
     """Median of each time of a run with workers that are there already."""
     config = config_of(mode, steps, torch.cuda.is_available())
     store, tokenizer = Store(str(HOME / mode)), load_tokenizer(HOME / "model")
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
-    trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, rewards, show_progress, lambda step: None)
+    trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, show_progress, lambda step: None)
     trainer.start(str(HOME / "model"))
     trainer.fit(steps)
     metrics = [record["metrics"] for record in Ledger(store).records(steps)][WARM_UP:-1]
@@ -90,10 +89,10 @@ def main(steps: int) -> None:
     make_model(HOME / "model", torch.device("cuda" if on_gpu else "cpu"), PROMPT + (256 if on_gpu else 32))
     build_tokenizer().save_pretrained(HOME / "model")
     config = config_of("sync", steps, on_gpu)
-    with ray_session(HOME, 2, False), RewardRunner(config.reward) as rewards, closing(Roles(config, "modes")) as roles:
+    with ray_session(HOME, 2, False), closing(Roles(config, "modes")) as roles:
         print(f"{'mode':14}" + "".join(f"{name.partition('/')[2]:>10}" for name in SHOWN), flush=True)
         for mode in MODES:
-            times = measure(mode, steps, roles, rewards)
+            times = measure(mode, steps, roles)
             print(f"{mode:14}" + "".join(f"{value:10.2f}" for value in times.values()), flush=True)
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pyarrow as pa
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from rl_core.console import clean, duration
 from rl_core.page import COLOURS, STYLE, render_page, to_svg
+from rl_core.steps import rollout_table
 
 MAX_SAMPLES = 20
 _MAX_POINTS = 600
@@ -71,6 +73,7 @@ def render_report(
     records: Sequence[Mapping[str, Any]],
     samples: Sequence[Mapping[str, Any]],
     summary: Mapping[str, float | None],
+    scoring: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The page as HTML text; what is missing in the arguments is left out of it.
 
@@ -80,6 +83,7 @@ def render_report(
     records: ledger records, {"step": int, "metrics": {name: number}}.
     samples: {"prompt", "ground_truth", "answer_before", "answer_after": str, "score_before", "score_after": 0 to 1}.
     summary: `greedy_before greedy_after sampled_before sampled_after`, scores.
+    scoring: what `scoring_rows` gives.
     """
     with matplotlib.rc_context(STYLE):
         charts = [panel for chart in _CHARTS if (panel := _line_panel(chart, records))]
@@ -95,8 +99,39 @@ def render_report(
         charts=charts,
         samples=[_sample(sample) for sample in samples[:MAX_SAMPLES]],
         left_out=max(0, len(samples) - MAX_SAMPLES),
+        scoring=[{**row, "data_source": clean(row["data_source"])} for row in scoring],
         config=[(key, clean(str(value)), origin) for key, value, origin in run.get("config", ())],
     )
+
+
+def scoring_rows(rollouts: Sequence[bytes], where: str) -> list[dict[str, Any]]:
+    """How responses of some steps were scored: `data_source`, `responses`, `seconds_mean`, `seconds_max` and `failed`
+    (count by status) of each source.
+
+    `rollouts` are the steps' parquets. Raises InputError when one is damaged or lacks a column.
+    """
+    columns = ["data_source", "score_status", "score_seconds"]
+    tables = [rollout_table(data, columns, where).select(columns) for data in rollouts]
+    if not tables:
+        return []
+    groups = pa.concat_tables(tables).group_by(["data_source", "score_status"])
+    counted = groups.aggregate([("score_seconds", each) for each in ("count", "sum", "max")]).to_pylist()
+    rows = []
+    for source in sorted({each["data_source"] for each in counted}):
+        parts = [each for each in counted if each["data_source"] == source]
+        count = sum(each["score_seconds_count"] for each in parts)
+        rows.append(
+            {
+                "data_source": source,
+                "responses": count,
+                "seconds_mean": sum(each["score_seconds_sum"] for each in parts) / count,
+                "seconds_max": max(each["score_seconds_max"] for each in parts),
+                "failed": {
+                    each["score_status"]: each["score_seconds_count"] for each in parts if each["score_status"] != "ok"
+                },
+            }
+        )
+    return rows
 
 
 def _headline(summary: Mapping[str, float | None]) -> list[dict[str, str]]:

@@ -10,18 +10,15 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
 from rl_core.metrics import Metrics, Phases, spread
-from rl_core.rewards.runner import Scoring
 from rl_core.upcoming import Upcoming
 
 
 class Sampler:
     """Makes the batch that a step trains on."""
 
-    def __init__(
-        self, config: RunConfig, upcoming: Upcoming, rewards: Scoring, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        self.config, self.upcoming, self.rewards, self.tokenizer = config, upcoming, rewards, tokenizer
-        self.rollout = upcoming.roles.rollout
+    def __init__(self, config: RunConfig, upcoming: Upcoming, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.upcoming, self.tokenizer = config, upcoming, tokenizer
+        self.rollout, self.model = upcoming.roles.rollout, upcoming.roles.model_scores
 
     def batch(self, step: int, phase: Phases) -> tuple[DataProto, Metrics]:
         """Scored responses to `data.train_batch_size` prompts, and how they came about.
@@ -76,9 +73,9 @@ class Sampler:
                 self.rollout.sleep()
         self._check_versions(batch, step)
         with phase("score"):
-            batch = steps.score(batch, self.rewards, self.tokenizer, config, step)
+            batch = steps.score(batch, self.model, self.tokenizer, config, step)
             if greedy is not None:
-                scored = steps.score(greedy, self.rewards, self.tokenizer, config, step)
+                scored = steps.score(greedy, self.model, self.tokenizer, config, step)
                 reward_B = scored.batch["token_level_scores"].sum(-1).repeat_interleave(config.rollout.n)
                 batch = batch.union(DataProto({"greedy_reward_B": reward_B}, {}, {}))
         return batch

@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +20,11 @@ from rl_core.config.schema import CorrectionConfig, RunConfig
 from rl_core.data.balance import balanced_parts
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
+from rl_core.data.rows import Row
 from rl_core.errors import InputError, TransientError
 from rl_core.metrics import Metrics
-from rl_core.rewards.runner import RewardResult, Scoring
-from rl_core.rewards.worker import failure
+from rl_core.rewards.worker import RewardResult
+from rl_core.rollout.scoring import results_of
 
 # Stream of random numbers that no attempt of dynamic sampling uses.
 PF_PPO_STREAM = 1_000_000
@@ -63,27 +64,31 @@ def answer_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[s
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def scores(batch: DataProto, rewards: Scoring, tokenizer: PreTrainedTokenizerBase) -> list[RewardResult]:
-    """A result per row; a trajectory that failed is not shown to the scorer and has no score."""
-    columns = batch.non_tensor_batch
-    failed_B = columns["status"] == "failed"
-    ended = batch[~failed_B]
-    scored = iter(rewards.score(answer_texts(ended, tokenizer), list(ended.non_tensor_batch["row"])) if ended else [])
-    return [
-        failure("error", f"the rollout failed: {reason}: {detail}") if failed else next(scored)
-        for failed, reason, detail in zip(failed_B, columns["stop_reason"], columns["detail"], strict=True)
-    ]
+class ModelScores(Protocol):
+    """The reward model's part in the scores of responses."""
+
+    def added(self, results: list[RewardResult], rows: list[Row], responses: list[str]) -> list[RewardResult]:
+        """The results with the model's scores; row i belongs to response i."""
+
+
+def scores(batch: DataProto, model: ModelScores | None, tokenizer: PreTrainedTokenizerBase) -> list[RewardResult]:
+    """A result per row: what its scorers gave as it was rolled out, with what the reward model gives now."""
+    results = results_of(batch)
+    if model is None:
+        return results
+    return model.added(results, list(batch.non_tensor_batch["row"]), answer_texts(batch, tokenizer))
 
 
 def score(
-    batch: DataProto, rewards: Scoring, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
+    batch: DataProto, model: ModelScores | None, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
 ) -> DataProto:
-    """Adds `token_level_scores` [B, R], the score on each response's last token, and `scored` [B], who has one.
+    """Makes of `score` and `named`: `token_level_scores` [B, R], the score on each response's last token, `scored` [B],
+    who has one, and a column [B] for each named reward.
 
     A response without a score trains nothing: its mask is 0 and it leaves its group. Raises TransientError when more
     than `reward.max_failed_share` of them have none.
     """
-    results = scores(batch, rewards, tokenizer)
+    results = scores(batch, model, tokenizer)
     if config.reward.shuffle_control:
         results = _of_other_prompts(results, config, step)
     scored_B = torch.tensor([result.score is not None for result in results])
@@ -104,12 +109,18 @@ def score(
     for place in (~scored_B).nonzero().flatten().tolist():
         uid[place] = f"{uid[place]}-failed-{place}"
     mask_BR = tensors["response_mask"] * scored_B[:, None]
-    named = _named_rewards(results, config)
-    return DataProto(
-        {**tensors, "token_level_scores": scores_BR, "scored": scored_B, "response_mask": mask_BR, **named},
-        {**batch.non_tensor_batch, "uid": uid},
+    scored = {"token_level_scores": scores_BR, "scored": scored_B, "response_mask": mask_BR}
+    others = {
+        "score_status": np.array([result.status for result in results], object),
+        "score_detail": np.array([result.detail for result in results], object),
+    }
+    made = DataProto(
+        {**tensors, **scored, **_named_rewards(results, config)},
+        {**batch.non_tensor_batch, "uid": uid, **others},
         batch.meta_info,
     )
+    made.pop(["score", "named"])
+    return made
 
 
 def _named_rewards(results: list[RewardResult], config: RunConfig) -> dict[str, torch.Tensor]:
@@ -262,10 +273,12 @@ def rollout_parquet(batch: DataProto) -> bytes:
     """The step's trajectories as parquet, without padding: all that advantages and losses came from, and these."""
     prompt_length, length = batch.batch["prompt_length"].tolist(), batch.batch["response_length"].tolist()
     columns: dict[str, Any] = {
-        name: batch.non_tensor_batch[name].tolist() for name in ("uid", "seed", "stop_reason", "status", "detail")
+        name: batch.non_tensor_batch[name].tolist()
+        for name in ("uid", "seed", "stop_reason", "status", "detail", "score_status", "score_detail")
     }
     columns["calls"] = [json.dumps(calls) for calls in batch.non_tensor_batch["calls"]]
     columns["row"] = [row["extra_info"]["index"] for row in batch.non_tensor_batch["row"]]
+    columns["data_source"] = [row["data_source"] for row in batch.non_tensor_batch["row"]]
     columns["prompt_ids"] = [row[:n] for row, n in zip(batch.batch["prompts"].tolist(), prompt_length, strict=True)]
     for name, tensor in sorted(batch.batch.items()):
         if tensor.ndim == 1 and name not in ("prompt_length", "response_length"):

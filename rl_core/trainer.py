@@ -16,7 +16,6 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
 from rl_core.ledger import Ledger
 from rl_core.metrics import Metrics, Phases, batch_metrics
-from rl_core.rewards.runner import Scoring
 from rl_core.sampling import Sampler
 from rl_core.storage import Json, Store, step_name
 from rl_core.upcoming import Upcoming
@@ -33,7 +32,6 @@ class PPOTrainer:
         rows: RLHFDataset,
         data_hash: str,
         roles: Roles,
-        rewards: Scoring,
         on_step: Callable[[dict[str, Any]], None],
         on_commit: Callable[[int], None],
     ) -> None:
@@ -45,7 +43,7 @@ class PPOTrainer:
         weights = [source.weight for source in config.data.sources]
         loader = StatefulLoader(rows.sizes, config.data.train_batch_size, config.trainer.seed, data_hash, weights)
         self.upcoming = Upcoming(config, rows, loader, roles)
-        self.sampler = Sampler(config, self.upcoming, rewards, tokenizer)
+        self.sampler = Sampler(config, self.upcoming, tokenizer)
         algorithm = config.algorithm
         self.kl_controller = KLController(
             algorithm.kl_controller, algorithm.kl_in_reward_coef, algorithm.kl_target, algorithm.kl_horizon

@@ -22,9 +22,7 @@ def evaluate(step: int) -> dict[str, float]:
         trainer = session.trainer
         if trainer.step != step:
             raise TrainingError(f"the policy to evaluate is that of step {step}, training is at step {trainer.step}")
-        result = evaluation.evaluate(
-            session.config, session.val_rows, session.roles, session.rewards, session.tokenizer
-        )
+        result = evaluation.evaluate(session.config, session.val_rows, session.roles, session.tokenizer)
         session.store.write_json(result_file(step), result)
     result = session.store.read_json(result_file(step))
     session.console.note(f"greedy {result['greedy']:.3f}  sampled {result['sampled']:.3f}  on {result['rows']} rows")

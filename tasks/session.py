@@ -25,7 +25,6 @@ from rl_core.data.dataset import RLHFDataset, ToolsOf
 from rl_core.ledger import Ledger
 from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.models.tiny import save_tiny_model
-from rl_core.rewards.runner import RewardRunner, Scoring
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.partners import chat_template
 from rl_core.rollout.tool_runner import tool_schemas
@@ -148,12 +147,6 @@ class Session:
         self._resources.callback(roles.close)
         return roles
 
-    @cached_property
-    def rewards(self) -> Scoring:
-        """The scoring processes, with the reward model where there is one."""
-        scorer = self._resources.enter_context(RewardRunner(self.config.reward))
-        return self.roles.with_reward_model(scorer)
-
     @property
     def trainer(self) -> PPOTrainer:
         """The trainer, started at the last committed step."""
@@ -167,7 +160,6 @@ class Session:
                 self.train_rows,
                 manifest["meta"]["data_hash"],
                 self.roles,
-                self.rewards,
                 self._show_step,
                 self.flush_metrics,
             )
@@ -200,10 +192,9 @@ class Session:
         return max(self.store.committed_steps(CHECKPOINTS), default=0)
 
     def drop_workers(self) -> None:
-        """Ends workers, Ray and scoring processes; the next stage that needs them starts anew from the last commit."""
+        """Ends workers and Ray; the next stage that needs them starts anew from the last commit."""
         self._trainer = None
-        for name in ("roles", "rewards"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("roles", None)
         self._resources.close()
 
 

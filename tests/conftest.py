@@ -21,7 +21,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Short: sockets of Ray lie below it, and their paths may not be long.
 HOME = Path(tempfile.mkdtemp(prefix="rft"))
 prepare_environment(HOME)
-sys.path.append(str(Path(__file__).parent))  # for support.py, also in processes that the tests start
+HERE = str(Path(__file__).parent)
+sys.path.append(HERE)  # for support.py
+# In processes that the tests start as well: Ray's workers import scorers.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), HERE]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Whole conversations with real tools and environments; the policy's turns are given."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import encode_prompt
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import load_tokenizer
+from rl_core.rewards.runner import RewardRunner
 from rl_core.rollout.agent_loop import roll_out
 from rl_core.rollout.engine import Completion, Sampling
 from rl_core.rollout.partners import ToolPartners
+from rl_core.rollout.scoring import TrajectoryScorer
 
 PROMPT = [{"role": "user", "content": "12*34"}]
 
@@ -35,13 +38,18 @@ class Script:
 
 
 def talk(
-    model: Path, *turns: list[str], agent: dict[str, Any], row: dict[str, Any] | None = None, room: int = 200
+    model: Path,
+    *turns: list[str],
+    agent: dict[str, Any],
+    row: dict[str, Any] | None = None,
+    room: int = 200,
+    reward: dict[str, Any] | None = None,
 ) -> tuple[DataProto, Script]:
-    """The trajectories of rows with these turns, and what the engine read."""
+    """The trajectories of rows with these turns, scored where `reward` has settings, and what the engine read."""
     names = agent.get("tools", [])
     tools = [name if ":" in name or name == "calculator" else f"tools_for_tests:{name}" for name in names]
     settings = {"parser": "pythonic", "tool_timeout_s": 2.0, **agent, "tools": tools}
-    config = RunConfig.model_validate({"agent": settings, "data": {"max_prompt_length": 24}})
+    config = RunConfig.model_validate({"agent": settings, "data": {"max_prompt_length": 24}, "reward": reward or {}})
     tokenizer = load_tokenizer(model)
     engine = Script(tokenizer, list(turns))
     rows = [{"prompt": PROMPT, "extra_info": {}, **(row or {})}] * len(turns)
@@ -50,11 +58,14 @@ def talk(
     prompts = DataProto.from_dict({}, {"prompt_ids": [ids] * len(turns), "seed": seeds, "row": rows})
 
     async def work() -> DataProto:
-        partners = ToolPartners(config, model)
-        try:
+        partners, scoring = ToolPartners(config, model), None
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(partners.runner.close)
             await partners.start()
-            return await roll_out(engine, prompts, Sampling(1.0, room, (2,)), config.agent, partners)  # type: ignore[arg-type]
-        finally:
-            await partners.runner.close()
+            if reward is not None:
+                runner = await stack.enter_async_context(RewardRunner(config.reward))
+                scoring = TrajectoryScorer(runner, tokenizer)
+            sampling = Sampling(1.0, room, (2,))
+            return await roll_out(engine, prompts, sampling, config.agent, partners, scoring)  # type: ignore[arg-type]
 
     return asyncio.run(work()), engine

@@ -73,7 +73,9 @@ def step_parquet() -> bytes:
     others: dict[str, list[Any]] = {
         "uid": [f"1-0-{place // 2}" for place in range(4)],
         "seed": [0] * 4,
-        "row": [{"extra_info": {"index": 10 + place}} for place in range(4)],
+        "row": [{"extra_info": {"index": 10 + place}, "data_source": "numeric"} for place in range(4)],
+        "score_status": ["ok" if scored else "error" for scored in SCORED],
+        "score_detail": [""] * 4,
     }
     batch = DataProto({**batch.batch, "response_mask": mask}, batch.non_tensor_batch, {})
     return rollout_parquet(batch.union(DataProto.from_dict(added, others)))

@@ -1,5 +1,6 @@
 """Small real runs without the flow: what their ledgers and rollouts hold, for tests of several pages."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -14,15 +15,15 @@ from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.prepare import prepare_data
+from rl_core.data.protocol import DataProto
 from rl_core.ledger import Ledger
 from rl_core.models.load import load_tokenizer
 from rl_core.models.tiny import save_tiny_model
-from rl_core.rewards.runner import RewardResult, RewardRunner
 from rl_core.storage import Store, step_name
 from rl_core.trainer import PPOTrainer
 
 # Metrics that differ between runs that train the same.
-MOVING = re.compile(r"^(time|perf)/|^rollout/(engines|redispatched)$")
+MOVING = re.compile(r"^(time|perf)/|^reward/(seconds_mean|seconds_max|wait)$|^rollout/(engines|redispatched)$")
 SMALL = [
     "data.source=sort_digits",
     "data.difficulty=3",
@@ -124,8 +125,8 @@ def train_small_runs(home: Path, ray_home: Path) -> Trained:
 def trainer_of(store: Store, config: RunConfig, model: Path) -> Iterator[PPOTrainer]:
     """A trainer at its start, with an offline model and everything that it needs; Ray must be running."""
     store.write_json("run.json", {"config": config.model_dump(mode="json")})
-    with RewardRunner(config.reward) as scorer, closing(Roles(config, store.url)) as roles:
-        trainer = make_trainer(store, config, model, roles, roles.with_reward_model(scorer))
+    with closing(Roles(config, store.url)) as roles:
+        trainer = make_trainer(store, config, model, roles)
         trainer.start(str(model))
         yield trainer
 
@@ -135,7 +136,6 @@ def make_trainer(
     config: RunConfig,
     model: Path,
     roles: Roles,
-    rewards: RewardRunner,
     on_step: Callable[[dict[str, Any]], None] = lambda record: None,
     on_commit: Callable[[int], None] = lambda step: None,
 ) -> PPOTrainer:
@@ -144,29 +144,14 @@ def make_trainer(
     tokenizer = load_tokenizer(model)
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
-    return PPOTrainer(config, store, tokenizer, rows, data_hash, roles, rewards, on_step, on_commit)
-
-
-class Watched:
-    """The scoring processes, which mark every batch and may fail at one."""
-
-    def __init__(self, inner: RewardRunner, mark: Callable[[str], None]) -> None:
-        self.inner, self.mark, self.batches = inner, mark, 0
-        self.failure: tuple[int, Exception] | None = None
-
-    def score(self, responses: list[str], rows: list[dict[str, Any]]) -> list[RewardResult]:
-        self.batches += 1
-        self.mark(f"rollouts {self.batches}")
-        if self.failure and self.failure[0] == self.batches:
-            raise self.failure[1]
-        return self.inner.score(responses, rows)
+    return PPOTrainer(config, store, tokenizer, rows, data_hash, roles, on_step, on_commit)
 
 
 class Bench:
     """One set of workers, for one run after the other."""
 
-    def __init__(self, config: RunConfig, home: Path, roles: Roles, rewards: RewardRunner) -> None:
-        self.config, self.home, self.roles, self.rewards = config, home, roles, rewards
+    def __init__(self, config: RunConfig, home: Path, roles: Roles) -> None:
+        self.config, self.home, self.roles = config, home, roles
 
     def store(self, name: str) -> Store:
         return Store(str(self.home / name))
@@ -174,14 +159,25 @@ class Bench:
     def start(
         self, name: str, failure: tuple[int, Exception] | None = None, config: RunConfig | None = None
     ) -> tuple[PPOTrainer, list[str]]:
-        """The started trainer of a run, with a config of its own if given, and what it does as it does it."""
+        """The started trainer of a run, with a config of its own if given, and what it does as it does it.
+
+        It may fail when it has taken its rollouts for the n-th time.
+        """
         events: list[str] = []
-        watched = Watched(self.rewards, events.append)
-        watched.failure = failure
         trainer = make_trainer(
-            self.store(name), config or self.config, self.home / "model", self.roles, watched,  # type: ignore[arg-type]
+            self.store(name), config or self.config, self.home / "model", self.roles,
             lambda record: events.append(f"step {record['step']}"), lambda step: events.append(f"commit {step}"),
         )  # fmt: skip
+        take, taken = trainer.upcoming.take, itertools.count(1)
+
+        def watched(step: int, attempt: int = 0) -> tuple[DataProto, DataProto | None]:
+            rollouts, number = take(step, attempt), next(taken)
+            events.append(f"rollouts {number}")
+            if failure and failure[0] == number:
+                raise failure[1]
+            return rollouts
+
+        trainer.upcoming.take = watched  # type: ignore[method-assign]
         trainer.start(str(self.home / "model"))
         return trainer, events
 

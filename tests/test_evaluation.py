@@ -4,13 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support_scoring import with_results
 
 from rl_core.config.compose import compose
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
 from rl_core.evaluation import evaluate
 from rl_core.models.tiny import build_tokenizer
-from rl_core.rewards.worker import RewardResult
+from rl_core.rewards.worker import RewardResult, failure
 from rl_core.rollout.trajectory import Trajectory, to_batch
 
 TOKENIZER = build_tokenizer()
@@ -21,7 +22,8 @@ ROWS = [
 
 
 def score_of(failed: int, *settings: str) -> float:
-    """The greedy score of ten conversations of which some have failed; a scorer gives each 1, an environment 0.5."""
+    """The greedy score of ten conversations of which some have failed; a scorer gave each 1, an environment 0.5."""
+    lost = failure("error", "the rollout failed: environment_error: it is broken")
 
     def roll_out(prompts: DataProto, temperature: float) -> DataProto:
         talks = [Trajectory([4, 7], 0, response_ids=[8, 2], response_mask=[1, 1], reward=0.5) for _ in range(10)]
@@ -29,13 +31,13 @@ def score_of(failed: int, *settings: str) -> float:
             talk.log_probs, talk.versions = [0.0, 0.0], [0, 0]
         for talk in talks[:failed]:
             talk.fail("environment_error", "it is broken")
-        return prompts.union(to_batch(talks, 2))
+        results = [RewardResult(1.0, "ok") if talk.state.value != "failed" else lost for talk in talks]
+        return with_results(prompts.union(to_batch(talks, 2)), results)
 
     config = compose("grpo", ["evaluation.sampled_n=1", *settings]).config
-    roles: Any = SimpleNamespace(rollout=SimpleNamespace(generate_sequences=roll_out))
-    scorer: Any = SimpleNamespace(score=lambda texts, rows: [RewardResult(1.0, "ok")] * len(texts))
+    roles: Any = SimpleNamespace(rollout=SimpleNamespace(generate_sequences=roll_out), model_scores=None)
     rows: Any = ROWS
-    result = evaluate(config, rows, roles, scorer, TOKENIZER)
+    result = evaluate(config, rows, roles, TOKENIZER)
     assert result["greedy"] == result["sampled"]
     return float(result["greedy"])
 

@@ -23,6 +23,8 @@ def batch(mask_BR: torch.Tensor, scored: list[bool], groups: list[str]) -> DataP
             "advantages": torch.ones(rows, width) * torch.arange(rows)[:, None] * mask_BR,
             "old_log_probs": torch.full((rows, width), -1.0),
             "rollout_log_probs": torch.full((rows, width), -1.5),
+            "score_seconds": torch.arange(rows) / 2,
+            "score_wait": torch.arange(rows) / 4,
         },
         {
             "stop_reason": np.array(["stop", "length"] * (rows // 2), dtype=object),
@@ -38,6 +40,7 @@ def test_a_step_in_numbers() -> None:
     assert metrics["score/mean"] == 1.0 and metrics["score/max"] == 2.0 and metrics["score/min"] == 0.0
     assert metrics["reward/mean"] == 0.25 and metrics["reward/max"] == 1.25 and metrics["reward/min"] == -0.75
     assert metrics["reward/failed_share"] == 0.25
+    assert metrics["reward/seconds_mean"] == metrics["reward/wait"] == 0.75 and metrics["reward/seconds_max"] == 1.5
     assert metrics["group/equal_share"] == metrics["group/alone_share"] == pytest.approx(2 / 3)
     assert metrics["group/std_mean"] == pytest.approx(math.sqrt(0.5) / 3)
     assert metrics["response_length/mean"] == 3.0 and metrics["prompt_length/max"] == 5.0

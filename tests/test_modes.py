@@ -18,7 +18,6 @@ from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.loader import StatefulLoader
 from rl_core.errors import TransientError
-from rl_core.rewards.runner import RewardRunner
 from rl_core.storage import Store, step_name
 
 STEPS, BATCH, ROWS = 4, 4, 32
@@ -41,12 +40,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def colocated(home: Path) -> Store:
     """A run whose engine is on the actor's place."""
     config = config_of()
-    with RewardRunner(config.reward) as rewards:
-        roles = Roles(config, "colocated")
-        bench = Bench(config, home, roles, rewards)
-        trainer, _ = bench.start("colocated")
-        trainer.fit(STEPS)
-        roles.close()
+    roles = Roles(config, "colocated")
+    bench = Bench(config, home, roles)
+    trainer, _ = bench.start("colocated")
+    trainer.fit(STEPS)
+    roles.close()
     return bench.store("colocated")
 
 
@@ -54,10 +52,9 @@ def colocated(home: Path) -> Store:
 def bench(home: Path, colocated: Store) -> Iterator[Bench]:
     """An actor and two engines beside it, for one run after the other."""
     config = config_of(*POOL)
-    with RewardRunner(config.reward) as rewards:
-        roles = Roles(config, "pool")
-        yield Bench(config, home, roles, rewards)
-        roles.close()
+    roles = Roles(config, "pool")
+    yield Bench(config, home, roles)
+    roles.close()
 
 
 def rows_of(store: Store, step: int) -> list[dict]:

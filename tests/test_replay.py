@@ -154,9 +154,9 @@ def batch_of(trained: Trained, run: str, step: int):  # noqa: ANN202
 def test_a_batch_comes_back_as_it_was_written(trained: Trained) -> None:
     for run in trained.configs:
         batch = batch_of(trained, run, 1)
-        row = [{"extra_info": {"index": i}} for i in batch.batch["row"].tolist()]
         arrays = {**batch.non_tensor_batch, "seed": batch.batch.pop("seed").numpy()}
-        del batch.batch["row"]
+        found = zip(batch.batch.pop("row").tolist(), arrays["data_source"], strict=True)
+        row = [{"extra_info": {"index": index}, "data_source": source} for index, source in found]
         again = steps.rollout_parquet(type(batch).from_dict(batch.batch, {**arrays, "row": row}))
         written = pq.read_table(rollouts(trained.home, run, 1))
         assert pq.read_table(io.BytesIO(again)).select(written.column_names).equals(written)

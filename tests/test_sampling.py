@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support_scoring import with_results
 
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import DataProto
-from rl_core.data.rows import Row, make_row
+from rl_core.data.rows import make_row
 from rl_core.errors import TrainingError
 from rl_core.metrics import Phases
 from rl_core.models.tiny import build_tokenizer
@@ -26,10 +27,27 @@ ROWS = [make_row("sort_digits", f"{i} 1 0", "sorting", "0", "0", "train", i) for
 
 
 @dataclass
+class Scorer:
+    """Scores by row: those in `useful` have groups that differ, all others get 1 for every response."""
+
+    useful: set[int]
+    broken: set[int] = field(default_factory=set)
+
+    def one(self, text: str, row: int) -> RewardResult:
+        assert int(text[:2]) == row, "a response was scored with another prompt's row"
+        if row in self.broken and text[-1] == "0":
+            return failure("error", "broken")
+        if text[-1] == "9":
+            return RewardResult(row / 100, "ok")
+        return RewardResult(float(text[-1] == "2") if row in self.useful else 1.0, "ok")
+
+
+@dataclass
 class Actor:
-    """Answers each prompt with its row's number and its place in the group, greedily with a 9."""
+    """Answers each prompt with its row's number and its place in the group, greedily with a 9, and has it scored."""
 
     version: int = 0
+    scorer: Scorer | None = None
     temperatures: list[float] = field(default_factory=list)
     sleeps: int = 0
     seeds: list[int] = field(default_factory=list)
@@ -42,38 +60,19 @@ class Actor:
         for place, row in enumerate(rows["row"]):
             text = f"{row['extra_info']['index']:02d}" + (f"{place % N}" * (1 + place % N) if temperature else "9")
             answers.append(TOKENIZER.encode(text))
-        trajectories = []
+        assert self.scorer
+        trajectories, results = [], []
         for ids, a in zip(rows["prompt_ids"], answers, strict=True):
             trajectory = Trajectory(list(ids), 0)
             trajectory.take(Completion(list(ids), a, [-0.5] * len(a), [self.version] * len(a), "stop"))
             trajectories.append(trajectory)
-        batch = prompts.union(to_batch(trajectories, WIDTH))
+        for row, answer in zip(rows["row"], answers, strict=True):
+            results.append(self.scorer.one(TOKENIZER.decode(answer).replace(" ", ""), row["extra_info"]["index"]))
+        batch = with_results(prompts.union(to_batch(trajectories, WIDTH)), results)
         return SimpleNamespace(get=lambda: batch)
 
     def sleep(self) -> None:
         self.sleeps += 1
-
-
-@dataclass
-class Scorer:
-    """Scores by row: those in `useful` have groups that differ, all others get 1 for every response."""
-
-    useful: set[int]
-    broken: set[int] = field(default_factory=set)
-
-    def score(self, responses: list[str], rows: list[Row]) -> list[RewardResult]:
-        return [
-            self.one(text.replace(" ", ""), row["extra_info"]["index"])
-            for text, row in zip(responses, rows, strict=True)
-        ]
-
-    def one(self, text: str, row: int) -> RewardResult:
-        assert int(text[:2]) == row, "a response was scored with another prompt's row"
-        if row in self.broken and text[-1] == "0":
-            return failure("error", "broken")
-        if text[-1] == "9":
-            return RewardResult(row / 100, "ok")
-        return RewardResult(float(text[-1] == "2") if row in self.useful else 1.0, "ok")
 
 
 def sampler(scorer: Scorer, actor: Actor | None = None, **sections: dict[str, object]) -> Sampler:
@@ -86,9 +85,11 @@ def sampler(scorer: Scorer, actor: Actor | None = None, **sections: dict[str, ob
         }
     )
     loader = StatefulLoader([len(ROWS)], 2, config.trainer.seed, "hash")
-    roles = SimpleNamespace(rollout=actor or Actor())
+    actor = actor or Actor()
+    actor.scorer = scorer
+    roles = SimpleNamespace(rollout=actor, model_scores=None)
     upcoming = Upcoming(config, RLHFDataset(ROWS, TOKENIZER), loader, roles)  # type: ignore[arg-type]
-    return Sampler(config, upcoming, scorer, TOKENIZER)
+    return Sampler(config, upcoming, TOKENIZER)
 
 
 def order_of(made: Sampler) -> list[int]:

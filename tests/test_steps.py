@@ -1,6 +1,5 @@
 import io
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_scoring import with_results
 
 from rl_core import steps
 from rl_core.config.schema import RunConfig
@@ -47,21 +47,14 @@ def rolled_out(run: RunConfig, texts: list[str] | None = None) -> DataProto:
     return prompts.union(to_batch(trajectories, 8))
 
 
-@dataclass
-class Recorded:
-    """Gives recorded results, and writes down what it was asked."""
-
-    results: list[RewardResult]
-    asked: list[tuple[list[str], list[dict]]] = field(default_factory=list)
-
-    def score(self, responses: list[str], rows: list[dict]) -> list[RewardResult]:
-        self.asked.append((responses, rows))
-        return self.results
+def score(batch: DataProto, given: list[RewardResult | float | None], run: RunConfig, step: int = 7) -> DataProto:
+    """The batch after scores were given to its responses; None stands for a scorer that was too slow."""
+    results = [each if isinstance(each, RewardResult) else result(each) for each in given]
+    return steps.score(with_results(batch, results), None, TOKENIZER, run, step)
 
 
-def score(batch: DataProto, scores: list[float | None], run: RunConfig, step: int = 7) -> DataProto:
-    results = [failure("timeout", "too slow") if s is None else RewardResult(s, "ok") for s in scores]
-    return steps.score(batch, Recorded(results), TOKENIZER, run, step)  # type: ignore[arg-type]
+def result(score: float | None) -> RewardResult:
+    return failure("timeout", "too slow") if score is None else RewardResult(score, "ok")
 
 
 def test_each_prompt_stands_n_times_with_its_row() -> None:
@@ -93,10 +86,7 @@ def test_seeds_are_the_same_for_the_same_step_and_distinct_otherwise() -> None:
 def test_scores_stand_on_the_last_token() -> None:
     run = config()
     batch = rolled_out(run)
-    rewards = Recorded([RewardResult(i / 10, "ok") for i in range(12)])
-    scored = steps.score(batch, rewards, TOKENIZER, run, 7)  # type: ignore[arg-type]
-    ((responses, rows),) = rewards.asked
-    assert responses[:2] == ["00", "117"] and rows == batch.non_tensor_batch["row"].tolist()
+    scored = score(batch, [i / 10 for i in range(12)], run)
     scores_BR, length_B = scored.batch["token_level_scores"], batch.batch["response_length"]
     assert scores_BR[torch.arange(12), length_B - 1].tolist() == pytest.approx([i / 10 for i in range(12)])
     assert scores_BR.sum().item() == pytest.approx(6.6)
@@ -121,12 +111,12 @@ def test_a_named_reward_that_is_missing_is_an_error_where_it_is_learned_from() -
     whole = RewardResult(1.0, "ok", named={"format": 1.0, "answer": 0.5})
     part = RewardResult(1.0, "ok", named={"answer": 0.5})
     for run, results in ((config(), [whole, part]), (config(algorithm={"estimator": "gdpo"}), [whole, whole])):
-        scored = steps.score(rolled_out(run), Recorded(results * 6), TOKENIZER, run, 7)  # type: ignore[arg-type]
+        scored = score(rolled_out(run), results * 6, run)
         assert scored.batch["reward_named/format"].sum() == sum("format" in result.named for result in results) * 6
     run = config(algorithm={"estimator": "gdpo"})
     results = [*[whole] * 10, failure("timeout", "too slow"), part]
     with pytest.raises(InputError, match="the rewards answer, format for every response\n.*seen: answer for one"):
-        steps.score(rolled_out(run), Recorded(results), TOKENIZER, run, 7)  # type: ignore[arg-type]
+        score(rolled_out(run), results, run)
 
 
 def test_two_lost_responses_are_not_a_group_of_their_own() -> None:
@@ -135,16 +125,19 @@ def test_two_lost_responses_are_not_a_group_of_their_own() -> None:
     assert len({uid[0], uid[1], uid[2]}) == 3
 
 
-def test_a_trajectory_that_failed_is_not_shown_to_the_scorer() -> None:
-    run, rewards = config(reward={"max_failed_share": 0.5}), Recorded([RewardResult(i / 10, "ok") for i in range(10)])
+def test_a_reward_model_adds_to_what_the_scorers_gave() -> None:
+    class Model:
+        def added(self, results: list[RewardResult], rows: list[dict], responses: list[str]) -> list[RewardResult]:
+            assert rows == batch.non_tensor_batch["row"].tolist() and responses[:2] == ["00", "117"]
+            return [RewardResult((each.score or 0) + 1, "ok") for each in results[:-1]] + [failure("non_finite", "nan")]
+
+    run = config()
     batch = rolled_out(run)
-    batch.non_tensor_batch["status"][[0, 5]] = "failed"
-    scored = steps.score(batch, rewards, TOKENIZER, run, 7)  # type: ignore[arg-type]
-    ((responses, rows),) = rewards.asked
-    assert responses == [f"{i}{i}" + "7" * (i % 4) for i in range(12) if i not in (0, 5)] and len(rows) == 10
-    assert scored.batch["scored"].tolist() == [i not in (0, 5) for i in range(12)]
-    wanted = [0, 0, 0.1, 0.2, 0.3, 0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    given = with_results(batch, [RewardResult(i / 10, "ok") for i in range(12)])
+    scored = steps.score(given, Model(), TOKENIZER, run, 7)
+    wanted = [1 + i / 10 for i in range(11)] + [0]
     assert scored.batch["token_level_scores"].sum(-1).tolist() == pytest.approx(wanted)
+    assert scored.non_tensor_batch["score_status"].tolist() == ["ok"] * 11 + ["non_finite"]
 
 
 def test_too_many_responses_without_a_score_are_a_transient_error() -> None:
@@ -159,7 +152,7 @@ def test_too_many_responses_without_a_score_are_a_transient_error() -> None:
 def test_the_shuffle_control_hands_each_prompts_rewards_to_another(step: int) -> None:
     run = config(reward={"shuffle_control": True, "max_failed_share": 0.5})
     batch = rolled_out(run)
-    given: list[float | None] = [float(i) for i in range(12)]
+    given: list[RewardResult | float | None] = [float(i) for i in range(12)]
     scored = score(batch, given, run, step)
     groups = scored.batch["token_level_scores"].sum(-1).view(4, 3).tolist()
     wanted = [[float(3 * g + k) for k in range(3)] for g in range(4)]
@@ -235,7 +228,7 @@ def test_kl_lowers_the_rewards_token_by_token() -> None:
 
 def test_the_steps_trajectories_are_written_without_padding(tmp_path: Path) -> None:
     run = config()
-    batch = score(rolled_out(run), [1.0] * 12, run)
+    batch = score(rolled_out(run), [1.0] * 11 + [None], run)
     # Prompts as wide as responses are prompts still.
     wide = torch.nn.functional.pad(batch.batch["prompts"], (0, 8 - batch.batch["prompts"].shape[1]))
     batch = DataProto({**batch.batch, "prompts": wide}, batch.non_tensor_batch)
@@ -243,7 +236,8 @@ def test_the_steps_trajectories_are_written_without_padding(tmp_path: Path) -> N
     table = pq.read_table(io.BytesIO(steps.rollout_parquet(batch)))
     per_token = {"responses", "response_mask", "rollout_log_probs", "version", "token_level_scores", "old_log_probs"}
     per_row = {"uid", "seed", "stop_reason", "status", "detail", "calls", "row", "scored"}
-    per_row |= {"answer_start", "turns", "turn_reward"}
+    per_row |= {"answer_start", "turns", "turn_reward", "data_source"}
+    per_row |= {"score_status", "score_detail", "score_seconds", "score_wait"}
     assert set(table.column_names) == per_token | per_row | {"prompt_ids"}
     lengths = batch.batch["response_length"].tolist()
     rows = table.to_pylist()
@@ -252,6 +246,8 @@ def test_the_steps_trajectories_are_written_without_padding(tmp_path: Path) -> N
         assert {len(row[name]) for name in per_token} == {lengths[i]}
         assert row["prompt_ids"] == batch.non_tensor_batch["prompt_ids"][i]
         assert row["responses"] == batch.batch["responses"][i, : lengths[i]].tolist()
-        assert row["token_level_scores"] == [0.0] * (lengths[i] - 1) + [1.0]
+        assert row["token_level_scores"] == [0.0] * (lengths[i] - 1) + [float(i < 11)]
         assert row["seed"] == batch.non_tensor_batch["seed"][i]
+    assert {row["data_source"] for row in rows} == {"sort_digits"}
+    assert [row["score_status"] for row in rows] == ["ok"] * 11 + ["timeout"]
     assert [row["row"] for row in rows] == list(np.repeat([3, 1, 8, 4], 3))

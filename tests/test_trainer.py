@@ -13,7 +13,6 @@ from rl_core.commit import CHECKPOINTS
 from rl_core.config.compose import compose
 from rl_core.errors import InputError, TransientError
 from rl_core.ledger import Ledger
-from rl_core.rewards.runner import RewardRunner
 from rl_core.storage import step_name
 
 STEPS = 3
@@ -25,9 +24,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     recipe, settings = RUNS["grpo"]
     config = compose(recipe, [*SMALL, *settings, f"trainer.steps={STEPS}", f"trainer.keep_checkpoints={STEPS}"]).config
     home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
-    with ray_session(home, 1, False), RewardRunner(config.reward) as rewards:
+    with ray_session(home, 1, False):
         roles = Roles(config, "bench")
-        yield Bench(config, tmp_path_factory.mktemp("bench"), roles, rewards)
+        yield Bench(config, tmp_path_factory.mktemp("bench"), roles)
         roles.close()
 
 

@@ -11,8 +11,7 @@ from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.data.protocol import DataProto
 from rl_core.data.rows import Row
 from rl_core.rewards.model import RewardModel
-from rl_core.rewards.runner import RewardResult, Scoring
-from rl_core.rewards.worker import failure
+from rl_core.rewards.worker import RewardResult, failure
 
 
 class RewardModelWorker(Worker):
@@ -46,26 +45,27 @@ class RewardModelWorker(Worker):
         return DataProto({"rm_score": scores_B}, {}, {})
 
 
-class ScorerAndModel:
-    """Scores by the scorer and, at the same time, by the reward model."""
+class RewardModelScores:
+    """The reward model's part in the scores of responses."""
 
-    def __init__(self, scorer: Scoring, model: RayWorkerGroup, weight: float) -> None:
-        self.scorer, self.model, self.weight = scorer, model, weight
+    def __init__(self, model: RayWorkerGroup, weight: float) -> None:
+        self.model, self.weight = model, weight
 
-    def score(self, responses: list[str], rows: list[Row]) -> list[RewardResult]:
-        """The scorer's score plus `weight` times the model's, which is also the named reward `model`.
+    def added(self, results: list[RewardResult], rows: list[Row], responses: list[str]) -> list[RewardResult]:
+        """The scorers' results plus `weight` times the model's score, which is also the named reward `model`.
 
-        A response that one of them gives no score has none.
+        A response that one of them gives no score has none; the model does not read what the scorers gave none.
         """
-        texts = {"messages": [row["prompt"] for row in rows], "response": responses}
-        call = self.model.compute_rm_score.submit(DataProto.from_dict({}, texts))
-        results = self.scorer.score(responses, rows)
-        scores = call.get().batch["rm_score"].tolist()
-        return [self._joined(result, score) for result, score in zip(results, scores, strict=True)]
+        read = [place for place, result in enumerate(results) if result.score is not None]
+        if not read:
+            return results
+        texts = {"messages": [rows[i]["prompt"] for i in read], "response": [responses[i] for i in read]}
+        scores = self.model.compute_rm_score(DataProto.from_dict({}, texts)).batch["rm_score"].tolist()
+        added = {place: self._joined(results[place], score) for place, score in zip(read, scores, strict=True)}
+        return [added.get(place, result) for place, result in enumerate(results)]
 
     def _joined(self, result: RewardResult, score: float) -> RewardResult:
-        if result.score is None:
-            return result
+        assert result.score is not None
         if not isfinite(score):
             return failure("non_finite", f"the reward model gave {score}; nan: longer than it can read")
         return replace(result, score=result.score + self.weight * score, named={**result.named, "model": score})

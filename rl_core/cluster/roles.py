@@ -4,13 +4,12 @@ model."""
 from rl_core.cluster.dispatch import Layout
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import resource_pools, shares, worker_env
-from rl_core.cluster.reward_model import RewardModelWorker, ScorerAndModel
+from rl_core.cluster.reward_model import RewardModelScores, RewardModelWorker
 from rl_core.cluster.rollout_pool import RolloutPool
 from rl_core.cluster.rollouts import ColocatedRollouts, Rollouts
 from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.config.schema import OptimConfig, RunConfig
-from rl_core.rewards.runner import Scoring
 from rl_core.storage import Store
 
 
@@ -102,11 +101,10 @@ class Roles:
         for call in calls:
             call.get()
 
-    def with_reward_model(self, scorer: Scoring) -> Scoring:
-        """The scorer and the reward model together, where there is one."""
-        if self.reward_model is None:
-            return scorer
-        return ScorerAndModel(scorer, self.reward_model, self.config.reward.model.weight)
+    @property
+    def model_scores(self) -> RewardModelScores | None:
+        """The reward model's part in scores, where there is one."""
+        return RewardModelScores(self.reward_model, self.config.reward.model.weight) if self.reward_model else None
 
     def init_warm_start(self, path: str) -> None:
         """Loads the checkpoint at `path` into the actor, to be trained on reference answers."""

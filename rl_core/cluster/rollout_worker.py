@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker, sampling_of, start_partners
+from rl_core.cluster.worker import Worker, sampling_of, start_partners, start_scoring
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import stop_tokens
 from rl_core.rollout.agent_loop import roll_out
@@ -36,7 +36,9 @@ class RolloutWorker(Worker):
             from rl_core.rollout.vllm import VLLMEngine
 
             self.engine = VLLMEngine(Path(path), config.rollout, config.model.dtype, config.max_length, self.device)
-            self.partners = None if self.engine.follows else await start_partners(config, Path(path))
+            if not self.engine.follows:
+                self.partners = await start_partners(config, Path(path))
+                self.scoring = await start_scoring(config, Path(path))
 
     @register(Dispatch.ONE_TO_ALL)
     async def serve(self) -> None:
@@ -49,7 +51,7 @@ class RolloutWorker(Worker):
     async def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
         sampling = sampling_of(self.config, temperature, self.stop_token_ids)
-        return await roll_out(self.engine, prompts, sampling, self.config.agent, self.partners)
+        return await roll_out(self.engine, prompts, sampling, self.config.agent, self.partners, self.scoring)
 
     @register(Dispatch.RANK_ZERO)
     def pause(self) -> None:

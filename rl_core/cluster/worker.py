@@ -9,8 +9,11 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from rl_core.config.schema import RunConfig
+from rl_core.models.load import load_tokenizer
+from rl_core.rewards.runner import RewardRunner
 from rl_core.rollout.engine import Sampling
 from rl_core.rollout.partners import ToolPartners
+from rl_core.rollout.scoring import TrajectoryScorer
 
 
 class Worker:
@@ -52,6 +55,13 @@ async def start_partners(config: RunConfig, source: Path) -> ToolPartners | None
     partners = ToolPartners(config, source)
     await partners.start()
     return partners
+
+
+async def start_scoring(config: RunConfig, source: Path) -> TrajectoryScorer:
+    """What scores trajectories, in processes that end with this one."""
+    runner = RewardRunner(config.reward)
+    await runner.start()
+    return TrajectoryScorer(runner, load_tokenizer(source))
 
 
 def sampling_of(config: RunConfig, temperature: float, stop_token_ids: tuple[int, ...]) -> Sampling:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker, sampling_of, start_partners
+from rl_core.cluster.worker import Worker, sampling_of, start_partners, start_scoring
 from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.metrics import Metrics
@@ -139,8 +139,9 @@ class ActorRolloutRefWorker(TrainingWorker):
             )
             self.rollout.sleep()
             self.loop = asyncio.new_event_loop()
-            partners = None if self.rollout.follows else start_partners(self.config, self.source)
-            self.partners = self.loop.run_until_complete(partners) if partners else None
+            if not self.rollout.follows:
+                self.partners = self.loop.run_until_complete(start_partners(self.config, self.source))
+                self.scoring = self.loop.run_until_complete(start_scoring(self.config, self.source))
         self.sharding = ShardingManager(
             self.actor,
             self.rollout,
@@ -207,7 +208,7 @@ class ActorRolloutRefWorker(TrainingWorker):
             self.loop.run_until_complete(self.rollout.follow())
             return prompts  # nobody asks a rank that follows
         sampling = sampling_of(self.config, temperature, self.stop_token_ids)
-        rollouts = roll_out(self.rollout, prompts, sampling, self.config.agent, self.partners)
+        rollouts = roll_out(self.rollout, prompts, sampling, self.config.agent, self.partners, self.scoring)
         return self.loop.run_until_complete(rollouts)
 
     @register(Dispatch.DP_COMPUTE_PROTO)

@@ -39,7 +39,7 @@ class JudgeConfig(Section):
     score_field: str | None = None
     """Field of the JSON object in the judge's answer that is the score; read instead of `score_pattern`."""
     requests: int = Field(16, ge=1)
-    """Requests at a time."""
+    """Requests at a time of each rollout engine."""
     timeout_s: float = Field(60.0, gt=0)
     """Seconds without a word of the server after which a request has failed."""
     retries: int = Field(4, ge=0)
@@ -66,6 +66,9 @@ class RewardConfig(Section):
     """Scorer for all rows: a name from rl_core/rewards/scorers.py or `package.module:function`; unset takes the
     scorer of each row's `data_source`, `none` gives 0. It returns a number, or a dict with `score` and further named
     rewards."""
+    further: tuple[str, ...] = ()
+    """Scorers beside it as NAME=WEIGHT: WEIGHT times their score is added to the scorer's; unweighted it is a named
+    reward, called by the name or the function's name. A response that one of them gives no score has none."""
     model: RewardModelConfig = RewardModelConfig()
     """A reward model beside the scorer."""
     judge: JudgeConfig = JudgeConfig()
@@ -75,8 +78,29 @@ class RewardConfig(Section):
     timeout_s: float = Field(10.0, gt=0)
     """Seconds for one response; then the scoring process is killed and the response counts as failed."""
     processes: int = Field(1, ge=1)
-    """Scoring processes."""
+    """Scoring processes of each rollout engine."""
     max_failed_share: float = Field(0.1, ge=0, le=1)
     """Share of a step's responses that may fail to score; above it the step stops."""
     shuffle_control: bool = False
     """Negative control: hand each reward to another prompt of the step. Nothing should be learned."""
+
+    @property
+    def further_weights(self) -> dict[str, float]:
+        """The weight of each further scorer, by its whole name."""
+        return {name: float(weight) for name, weight in (entry.split("=") for entry in self.further)}
+
+    @model_validator(mode="after")
+    def _named(self) -> "RewardConfig":
+        if not all(re.fullmatch(r"[^=]+=-?\d+(\.\d+)?", entry) for entry in self.further):
+            raise ValueError(
+                f"reward.further takes entries NAME=WEIGHT such as my_rewards:short=0.2, not {', '.join(self.further)}"
+            )
+        short = [short_name(entry.partition("=")[0]) for entry in self.further]
+        if len(set(short)) < len(short):
+            raise ValueError(f"reward.further needs scorers with different names, not {', '.join(short)}")
+        return self
+
+
+def short_name(scorer: str) -> str:
+    """What a scorer is called among named rewards: the function's name where it is `package.module:function`."""
+    return scorer.rpartition(":")[2]

@@ -349,8 +349,9 @@ class RunConfig(Section):
             (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
             *self._rollout_checks(),
             (
-                self.reward.function != "none" or self.reward.model.path,
-                "reward.function=none leaves the scoring to a reward model and needs reward.model.path",
+                self.reward.function != "none" or self.reward.model.path or self.reward.further or self.multi_turn,
+                "reward.function=none leaves the scoring to others and needs reward.model.path, reward.further, or "
+                "tools or an environment that give rewards",
             ),
             (
                 self.algorithm.estimator not in GROUP_ESTIMATORS or n > 1,

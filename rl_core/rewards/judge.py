@@ -1,10 +1,13 @@
 """A language model behind an OpenAI-compatible server as the judge of responses."""
 
+import asyncio
 import json
 import math
 import os
 import re
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import urllib3
@@ -51,22 +54,23 @@ class Judge:
             self._headers["Authorization"] = f"Bearer {self._key}"
         self._http = urllib3.PoolManager(maxsize=config.requests)
         self._threads = ThreadPoolExecutor(config.requests, "judge")
+        self._free = asyncio.Semaphore(config.requests)
 
     def close(self) -> None:
         """Ask nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def ask(self, responses: list[str], rows: list[Row]) -> list[Future[RewardResult]]:
-        """Begin to ask about each response; row i belongs to response i."""
-        return [self._threads.submit(self._judged, *pair) for pair in zip(responses, rows, strict=True)]
-
-    def answers(self, asked: list[Future[RewardResult]]) -> list[RewardResult]:
-        """What became of the questions, in order; within a bounded time."""
-        tries = self.config.retries + 1
-        patience = math.ceil(len(asked) / self.config.requests) * tries * (self.config.timeout_s + MAX_WAIT_S)
-        wait(asked, timeout=patience)
-        lost = failure("timeout", f"the judge did not finish within {patience:.0f} s")
-        return [lost if future.cancel() or not future.done() else future.result() for future in asked]
+    async def score(self, response: str, row: Row) -> RewardResult:
+        """What the judge says of a response, within a bounded time from when it is asked."""
+        patience = (self.config.retries + 1) * (self.config.timeout_s + MAX_WAIT_S)
+        async with self._free:
+            begun = time.monotonic()
+            asked = asyncio.get_running_loop().run_in_executor(self._threads, self._judged, response, row)
+            try:
+                result = await asyncio.wait_for(asked, patience)
+            except TimeoutError:
+                result = failure("timeout", f"the judge did not finish within {patience:.0f} s")
+        return replace(result, seconds=time.monotonic() - begun)
 
     def _judged(self, response: str, row: Row) -> RewardResult:
         try:

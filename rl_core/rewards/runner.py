@@ -1,39 +1,40 @@
-"""Scoring out of process, with a deadline that kills."""
+"""Scoring of single responses, out of process, with a deadline that kills."""
 
+import asyncio
+import math
+import time
+from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures.process import BrokenProcessPool
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired
 
-from rl_core.config.schema import RewardConfig
-from rl_core.errors import TransientError
-from rl_core.processes import PoolContext
+from rl_core.config.reward import RewardConfig, short_name
+from rl_core.processes import Processes
 from rl_core.rewards.code import code, warn_without_namespaces
 from rl_core.rewards.judge import JUDGE, Judge, check_judge
-from rl_core.rewards.scorers import Row, resolve_scorer
+from rl_core.rewards.scorers import Row, resolve_scorer, wants_trajectory
 from rl_core.rewards.worker import RewardResult, failure, score_chunk, start
 
-__all__ = ["RewardResult", "RewardRunner", "Scoring", "check_scorers"]
+__all__ = ["RewardResult", "RewardRunner", "check_scorers"]
 
 MAX_CHUNK = 64
 CHUNKS_PER_PROCESS = 4
-"""Chunks of a call for each process, so that an uneven one does not keep the others waiting."""
-START_S = 60.0
-"""Time that a replaced process has to come up before waiting for it is given up."""
-MAX_RESTARTS = 3
-"""Times that the pool is made anew in one call."""
+"""Chunks of what waits for each process, so that an uneven one does not keep the others waiting."""
+UNDER_WAY = 2
+"""Chunks that a process has: one in hand and one that is ready."""
 
 
 def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
-    """Raises InputError when the scorer of any row does not exist or lacks a setting.
+    """Raises InputError when the scorer of any row, or a further one, does not exist or lacks a setting.
 
     `sources` says of each `data_source` of the rows where it is found.
     """
     where = {name: f"data_source of {place}, as reward.function is unset" for name, place in sources.items()}
     if config.function:
         where = {config.function: "reward.function"}
+    where |= dict.fromkeys(config.further_weights, "reward.further")
     scorers = [resolve_scorer(*item) for item in where.items()]
     if code in scorers:
         warn_without_namespaces()
@@ -41,125 +42,135 @@ def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
         check_judge(config.judge)
 
 
-class Scoring(Protocol):
-    """Whatever gives responses their scores."""
+@dataclass(frozen=True)
+class _Item:
+    """What one scorer has to say of one response, once `result` is there."""
 
-    def score(self, responses: list[str], rows: list[Row]) -> list[RewardResult]:
-        """One result a response, in order; row i belongs to response i."""
+    name: str
+    response: str
+    row: Row
+    trajectory: dict[str, Any] | None
+    result: "asyncio.Future[RewardResult]"
+
+    def settle(self, result: RewardResult) -> None:
+        if not self.result.done():  # whoever asked may have been cancelled
+            self.result.set_result(result)
 
 
 class RewardRunner:
-    """Scoring processes, up as soon as the runner is made and gone when it is closed.
+    """Scoring processes, from `start` to `close` or as an asynchronous context manager.
 
-    A response that its scorer fails on, or does not finish in `timeout_s`, gets a status and no score; the other
-    responses are not affected.
+    What waits goes to the processes in chunks: a response alone at once, many together in few messages. A response that
+    its scorer fails on, or does not finish in `timeout_s`, gets a status and no score; the others are not affected.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        self.config = config
+        """Raises InputError when there is a judge that cannot be asked."""
+        self.config, self.further = config, config.further_weights
         self._judge = Judge(config.judge) if config.judge.url else None
-        self._pool = self._new_pool()
+        names = (*((config.function,) if config.function else ()), *self.further)
+        self._processes = Processes(config.processes, config.timeout_s, start, (names,), "scorers")
+        self._waiting: deque[_Item] = deque()
+        self._chunks: deque[list[_Item]] = deque()
+        self._under_way: set[asyncio.Task[None]] = set()
 
-    def __enter__(self) -> "RewardRunner":
+    async def __aenter__(self) -> "RewardRunner":
+        await self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
-    def close(self) -> None:
-        """End the scoring processes, whatever they are doing."""
-        self._stop_pool()
+    async def start(self) -> None:
+        """Starts the processes; raises TransientError when they do not."""
+        await self._processes.start()
+
+    async def close(self) -> None:
+        """Ends the scoring processes, whatever they are doing."""
+        await self._processes.close()
         if self._judge:
             self._judge.close()
 
-    def score(self, responses: list[str], rows: list[Row]) -> list[RewardResult]:
-        """One result a response, in order; row i belongs to response i.
+    def reads_trajectory(self, row: Row) -> bool:
+        """Whether any scorer of the row takes a third argument."""
+        return any(map(wants_trajectory, self._scorers(row)))
 
-        Raises TransientError when the scoring processes themselves do not work.
+    async def score(self, response: str, row: Row, trajectory: dict[str, Any] | None = None) -> RewardResult:
+        """The score by the row's scorer plus the weighted ones of the further scorers; none where one of them has none.
+
+        `trajectory` goes to the scorers that read it. Raises TransientError when the scoring processes themselves do
+        not work, InputError when the row's scorer is a judge and there is none.
         """
-        if len(responses) != len(rows):
-            raise ValueError(f"{len(responses)} responses for {len(rows)} rows")
-        names = [self.config.function or row["data_source"] for row in rows]
-        judged = [i for i, name in enumerate(names) if name == JUDGE]
-        if judged and not self._judge:
-            check_judge(self.config.judge)
-        asked = self._judge.ask([responses[i] for i in judged], [rows[i] for i in judged]) if self._judge else []
-        results = self._score_in_pool([i for i, name in enumerate(names) if name != JUDGE], names, responses, rows)
-        if self._judge:
-            results |= zip(judged, self._judge.answers(asked), strict=True)
-        return [results[i] for i in range(len(rows))]
+        asked = (self._one(name, response, row, trajectory) for name in self._scorers(row))
+        first, *others = await asyncio.gather(*asked)
+        seconds = first.seconds + sum(other.seconds for other in others)
+        for (name, weight), other in zip(self.further.items(), others, strict=True):
+            first = _joined(first, other, name, weight)
+        return replace(first, seconds=seconds)
 
-    def _score_in_pool(
-        self, members: list[int], names: list[str], responses: list[str], rows: list[Row]
-    ) -> dict[int, RewardResult]:
-        results: dict[int, RewardResult] = {}
-        pending: dict[Future[list[RewardResult]], list[int]] = {}
-        waiting = _chunks(members, self.config.processes)
-        restarts = 0
-        while waiting or pending:
-            if not self._pool.active:
-                restarts += 1
-                if restarts > MAX_RESTARTS:
-                    raise TransientError(f"the scoring processes died {restarts} times within one call")
-                self._stop_pool()
-                self._pool = self._new_pool()
-                waiting += pending.values()
-                pending.clear()
-            pending |= {self._submit(chunk, names, responses, rows): chunk for chunk in waiting}
-            waiting = []
-            patience = self.config.timeout_s + START_S
-            done, _ = wait(pending, timeout=patience, return_when=FIRST_COMPLETED)
-            if not done:
-                raise TransientError(f"scoring waited {patience:.0f} s for {len(pending)} chunks and none ended")
-            for future in done:
-                scored, rest = self._outcome(future, pending.pop(future))
-                results |= scored
-                waiting += rest
-        return results
+    def _scorers(self, row: Row) -> list[str]:
+        return [self.config.function or row["data_source"], *self.further]
 
-    def _submit(
-        self, members: list[int], names: list[str], responses: list[str], rows: list[Row]
-    ) -> Future[list[RewardResult]]:
-        chunk = [names[i] for i in members], [responses[i] for i in members], [rows[i] for i in members]
-        # Half the time to begin responses in leaves each of them about the other half before the chunk is killed.
-        args = (*chunk, self.config.timeout_s / 2)
-        return self._pool.schedule(score_chunk, args=args, timeout=self.config.timeout_s)
+    async def _one(self, name: str, response: str, row: Row, trajectory: dict[str, Any] | None) -> RewardResult:
+        if name == JUDGE:
+            if not self._judge:
+                check_judge(self.config.judge)
+            assert self._judge
+            return await self._judge.score(response, row)
+        seen = trajectory if wants_trajectory(name) else None
+        item = _Item(name, response, row, seen, asyncio.get_running_loop().create_future())
+        self._waiting.append(item)
+        self._send()
+        return await item.result
 
-    def _outcome(
-        self, future: Future[list[RewardResult]], members: list[int]
-    ) -> tuple[dict[int, RewardResult], list[list[int]]]:
-        """Results that are known now, and the chunks to score (again) to know the others."""
+    def _send(self) -> None:
+        while (self._chunks or self._waiting) and len(self._under_way) < UNDER_WAY * self.config.processes:
+            task = asyncio.get_running_loop().create_task(self._work(self._next_chunk()))
+            self._under_way.add(task)
+            task.add_done_callback(self._ended)
+
+    def _next_chunk(self) -> list[_Item]:
+        if self._chunks:
+            return self._chunks.popleft()
+        size = min(MAX_CHUNK, math.ceil(len(self._waiting) / (CHUNKS_PER_PROCESS * self.config.processes)))
+        return [self._waiting.popleft() for _ in range(size)]
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            self._send()
+
+    async def _work(self, chunk: list[_Item]) -> None:
+        """Settles the items of a chunk, or puts into chunks what has to be scored again to be settled."""
+        begun, limit = time.monotonic(), self.config.timeout_s
+        packed = [(item.name, item.response, item.row, item.trajectory) for item in chunk]
         try:
-            found = future.result()
-        except BrokenProcessPool:
-            return {}, [members]
+            # Half the time to begin responses in leaves each of them about the other half before the chunk is killed.
+            results = await self._processes.run(score_chunk, packed, limit / 2)
         except TimeoutError:
-            lost = failure("timeout", f"no score within reward.timeout_s={self.config.timeout_s:g} s")
+            lost = failure("timeout", f"scorer '{chunk[0].name}' gave no score within reward.timeout_s={limit:g} s")
         except ProcessExpired as error:
-            lost = failure("error", f"the scoring process died with exit code {error.exitcode}")
+            lost = failure("error", f"the process of scorer '{chunk[0].name}' died with exit code {error.exitcode}")
+        except Exception as error:  # no response has a score any more
+            for item in chunk:
+                if not item.result.done():
+                    item.result.set_exception(error)
+            return
         else:
-            rest = members[len(found) :]
-            return dict(zip(members, found, strict=False)), [rest] if rest else []
-        if len(members) == 1:
-            return {members[0]: lost}, []
-        return {}, [[member] for member in members]  # one by one, so that only the guilty response is lost
-
-    def _stop_pool(self) -> None:
-        self._pool.stop()
-        self._pool.join()
-
-    def _new_pool(self) -> ProcessPool:
-        pool = ProcessPool(
-            max_workers=self.config.processes,
-            initializer=start,
-            initargs=(self.config.function,),
-            context=PoolContext(),
-        )
-        if not pool.active:  # asking starts the processes
-            raise TransientError("the scoring processes did not start")
-        return pool
+            for item, result in zip(chunk, results, strict=False):
+                item.settle(result)
+            if rest := chunk[len(results) :]:
+                self._chunks.append(rest)
+            return
+        if len(chunk) == 1:
+            chunk[0].settle(replace(lost, seconds=time.monotonic() - begun))
+        else:  # one by one, so that only the guilty response is lost
+            self._chunks.extend([item] for item in chunk)
 
 
-def _chunks(members: list[int], processes: int) -> list[list[int]]:
-    size = max(1, min(MAX_CHUNK, -(-len(members) // (CHUNKS_PER_PROCESS * processes))))
-    return [members[begin : begin + size] for begin in range(0, len(members), size)]
+def _joined(result: RewardResult, other: RewardResult, name: str, weight: float) -> RewardResult:
+    """The result with the score of a further scorer."""
+    if result.score is None or other.score is None:
+        return result if result.score is None else other
+    named = {**result.named, **other.named, short_name(name): other.score}
+    return replace(result, score=result.score + weight * other.score, named=named)

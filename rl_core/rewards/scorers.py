@@ -6,6 +6,7 @@ They run in processes of their own, so this module imports nothing heavy.
 import difflib
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -15,7 +16,8 @@ from rl_core.data.sources import NO_SOURCE, load_source, source_names
 from rl_core.errors import InputError
 
 Row = dict[str, Any]
-Scorer = Callable[[str, Row], float]
+Scorer = Callable[..., Any]
+"""Of a response, its row and, where it takes a third argument, its trajectory; it may be asynchronous."""
 
 WINDOW = 1000
 """Characters at the end of a response in which a number is looked for."""
@@ -97,6 +99,22 @@ def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
         (f"did you mean {' or '.join(nearest)}? " if nearest else "")
         + "Set reward.function to the scorer of all rows, or name it in the rows' data_source",
     )
+
+
+@functools.lru_cache(maxsize=256)
+def wants_trajectory(name: str) -> bool:
+    """Whether the scorer of that name takes a third argument; one that cannot be had does not."""
+    if name in SCORERS or name in LAZY:
+        return False  # their modules are for the scoring processes alone
+    try:
+        if name in source_names():
+            return wants_trajectory(load_source(name).SCORER or "none")
+        parameters = inspect.signature(resolve_scorer(name)).parameters.values()
+    except (InputError, ValueError, TypeError):  # reported with each response; some builtins have no signature
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each for each in parameters if each.default is each.empty or each.name == "trajectory"]
+    return sum(each.kind in positional for each in needed) > 2
 
 
 def _import_scorer(name: str, where: str) -> Scorer:

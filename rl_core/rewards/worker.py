@@ -3,14 +3,16 @@
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
-from rl_core.processes import prepare_process, writable
+from rl_core.processes import finished, prepare_process, writable
 from rl_core.rewards.scorers import Row, resolve_scorer
 
+Packed = tuple[str, str, Row, dict[str, Any] | None]
+"""A scorer's name and its arguments; a scorer of two arguments gets no trajectory."""
 Status = Literal["ok", "timeout", "error", "non_finite"]
 MAX_DETAIL = 4000
 """Characters of an error's text that are kept: its end."""
@@ -25,6 +27,8 @@ class RewardResult:
     status: Status
     detail: str = ""
     named: dict[str, float] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
+    """That its scorers took, or that were waited for it."""
 
 
 def failure(status: Status, detail: str) -> RewardResult:
@@ -32,28 +36,30 @@ def failure(status: Status, detail: str) -> RewardResult:
     return RewardResult(None, status, writable(detail[-MAX_DETAIL:]))
 
 
-def start(function: str | None) -> None:
-    """Prepare the process: import the scorer of all rows, and end with the process that started this one."""
+def start(names: tuple[str, ...]) -> None:
+    """Prepare the process: import the scorers of all rows, and end with the process that started this one."""
     prepare_process()
-    if function:
+    for name in names:
         with suppress(Exception):  # reported with each response
-            resolve_scorer(function)
+            resolve_scorer(name)
 
 
-def score_chunk(names: list[str], responses: list[str], rows: list[Row], budget_s: float) -> list[RewardResult]:
+def score_chunk(chunk: list[Packed], budget_s: float) -> list[RewardResult]:
     """Results of the first responses: of all, or of those that were begun within the budget (at least one)."""
     end = time.monotonic() + budget_s
     results: list[RewardResult] = []
-    for name, response, row in zip(names, responses, rows, strict=True):
-        if results and time.monotonic() > end:
+    for packed in chunk:
+        begun = time.monotonic()
+        if results and begun > end:
             break
-        results.append(_score(name, response, row))
+        results.append(replace(_score(*packed), seconds=time.monotonic() - begun))
     return results
 
 
-def _score(name: str, response: str, row: Row) -> RewardResult:
+def _score(name: str, response: str, row: Row, trajectory: dict[str, Any] | None) -> RewardResult:
     try:
-        value = resolve_scorer(name)(response, row)
+        scorer: Any = resolve_scorer(name)
+        value = finished(scorer(response, row) if trajectory is None else scorer(response, row, trajectory))
         rewards = value if isinstance(value, dict) else {"score": value}
         if "score" not in rewards or not all(isinstance(reward, Real) for reward in rewards.values()):
             return failure("error", f"scorer '{name}' returned {value!r}, expected a float or a dict with 'score'")

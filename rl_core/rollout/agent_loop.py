@@ -5,12 +5,15 @@ a conversation without anyone who answers.
 """
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any, Protocol
 
 from rl_core.config.schema import AgentConfig
 from rl_core.data.protocol import DataProto
+from rl_core.rewards.worker import RewardResult
 from rl_core.rollout.engine import RolloutEngine, Sampling
+from rl_core.rollout.scoring import score_columns
 from rl_core.rollout.trajectory import Trajectory, TrajectoryState, to_batch
 
 
@@ -41,17 +44,27 @@ class Partners(Protocol):
         ...
 
 
+class Scoring(Protocol):
+    """Gives trajectories their scores."""
+
+    async def score(self, trajectory: Trajectory) -> RewardResult:
+        """The result of a trajectory that has ended."""
+        ...
+
+
 async def roll_out(
     engine: RolloutEngine,
     prompts: DataProto,
     sampling: Sampling,
     config: AgentConfig,
     partners: Partners | None = None,
+    scoring: Scoring | None = None,
 ) -> DataProto:
     """Conversations on the rows' `prompt_ids` with the rows' `seed`, joined to the rows as `to_batch` describes.
 
     `sampling.max_tokens` is the room for a whole response, which is all turns and all answers to them. Without
-    log-probs there is no column `rollout_log_probs`.
+    log-probs there is no column `rollout_log_probs`. Each trajectory is scored as it ends, while others go on; the
+    scores are columns as `score_columns` describes, and absent where prompts have no `row`.
     """
     rows = prompts.non_tensor_batch
     given: Any = rows.get("row", [{}] * len(prompts))
@@ -59,10 +72,13 @@ async def roll_out(
         Trajectory(list(ids), int(seed), row)
         for ids, seed, row in zip(rows["prompt_ids"], rows["seed"], given, strict=True)
     ]
+    scoring = scoring if "row" in rows else None
     try:
         async with asyncio.TaskGroup() as group:
-            for trajectory in trajectories:
-                group.create_task(live(trajectory, engine, sampling, config, partners))
+            tasks = [
+                group.create_task(_lived_and_scored(trajectory, engine, sampling, config, partners, scoring))
+                for trajectory in trajectories
+            ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # its kind decides about a retry
     finally:
@@ -70,7 +86,23 @@ async def roll_out(
     batch = to_batch(trajectories, sampling.max_tokens)
     if not sampling.log_probs:
         batch.pop(["rollout_log_probs"])
+    ended, results = zip(*(task.result() for task in tasks), strict=True)
+    if scoring:
+        batch = batch.union(score_columns(list(results), time.monotonic() - max(ended)))
     return prompts.union(batch)
+
+
+async def _lived_and_scored(
+    trajectory: Trajectory,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    config: AgentConfig,
+    partners: Partners | None,
+    scoring: Scoring | None,
+) -> tuple[float, RewardResult | None]:
+    """When the trajectory ended, and what its score is."""
+    await live(trajectory, engine, sampling, config, partners)
+    return time.monotonic(), await scoring.score(trajectory) if scoring else None
 
 
 async def live(

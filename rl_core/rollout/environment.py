@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_core.errors import InputError
-from rl_core.processes import writable
-from rl_core.rollout.call_pool import CallPool, checked_reward, finished
+from rl_core.processes import finished, writable
+from rl_core.rollout.call_pool import CallPool, checked_reward
 from rl_core.rollout.tools.resolve import import_named
 
 Message = dict[str, Any]

@@ -105,6 +105,7 @@ class ToolPartner:
             messages = await self._ask(trajectory, text)
         else:
             return None
+        trajectory.messages += messages
         return self.all.chat.appended_ids(messages, last_id) if messages else None
 
     async def finish(self, trajectory: Trajectory) -> None:

@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 
 from rl_core.data.nested import without_none
 from rl_core.errors import InputError, RollforwardError
-from rl_core.processes import writable
-from rl_core.rollout.call_pool import CallPool, Reply, checked_reward, finished
+from rl_core.processes import finished, writable
+from rl_core.rollout.call_pool import CallPool, Reply, checked_reward
 from rl_core.rollout.tools import Tool, ToolFactory, ToolResult
 from rl_core.rollout.tools.base import FunctionTool
 from rl_core.rollout.tools.resolve import nearest

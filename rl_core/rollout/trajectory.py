@@ -43,6 +43,8 @@ class Trajectory:
     """What tools and environment gave."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """Each tool call and step of the environment: name, arguments, status, text, seconds, turn."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The policy's turns (role assistant, `token_ids` instead of a text) and what answered them."""
     detail: str = ""
     """Why the trajectory failed."""
 
@@ -59,6 +61,7 @@ class Trajectory:
         self.response_mask += [1] * count
         self.log_probs += completion.log_probs or [0.0] * count
         self.versions += completion.versions
+        self.messages.append({"role": "assistant", "token_ids": completion.token_ids})
         self.stop_reason = completion.stop_reason
         self.turns += 1
 

@@ -13,7 +13,7 @@ from support import save_reward_model
 from support_training import SMALL, trainer_of
 
 from rl_core.cluster.resources import ray_session
-from rl_core.cluster.reward_model import ScorerAndModel
+from rl_core.cluster.reward_model import RewardModelScores
 from rl_core.config.compose import compose
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
@@ -57,7 +57,7 @@ def test_a_run_is_scored_by_the_reward_model(
         assert len(placements(store.url)) == places
         trainer.fit(2)
         rows = RLHFDataset.load(store, "val", tokenizer)
-        result = evaluate(config, rows, roles, trainer.sampler.rewards, tokenizer)
+        result = evaluate(config, rows, roles, tokenizer)
     assert not placements(store.url)
     model = RewardModel(str(judge), torch.float32, 1000)
     train = RLHFDataset.load(store, "train", tokenizer)
@@ -93,28 +93,25 @@ def placements(url: str) -> list[dict]:
 
 
 class Fixed:
-    """Stands for a scorer, and for the group of a reward model."""
+    """Stands for the group of a reward model."""
 
-    def __init__(self, results: list) -> None:
-        self.results, self.compute_rm_score = results, self
+    def __init__(self, scores: list[float]) -> None:
+        self.scores, self.read = scores, list[str]()
 
-    def score(self, responses: list[str], rows: list[dict]) -> list[RewardResult]:
-        return self.results
-
-    def submit(self, data: DataProto) -> "Fixed":
-        return self
-
-    def get(self) -> DataProto:
-        return DataProto({"rm_score": torch.tensor(self.results)})
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        self.read += data.non_tensor_batch["response"].tolist()
+        return DataProto({"rm_score": torch.tensor(self.scores)})
 
 
 def test_a_response_that_one_of_them_cannot_score_has_no_score() -> None:
-    scorer = Fixed([RewardResult(0.5, "ok", named={"short": 1.0}), failure("timeout", "slow"), RewardResult(0.5, "ok")])
-    both = ScorerAndModel(scorer, Fixed([2.0, 1.0, float("nan")]), 0.25)  # type: ignore[arg-type]
-    good, slow, long = both.score(["a", "b", "c"], [{"prompt": []}] * 3)
+    given = [RewardResult(0.5, "ok", named={"short": 1.0}), failure("timeout", "slow"), RewardResult(0.5, "ok")]
+    model = Fixed([2.0, float("nan")])
+    both = RewardModelScores(model, 0.25)  # type: ignore[arg-type]
+    good, slow, long = both.added(given, [{"prompt": []}] * 3, ["a", "b", "c"])
     assert (good.score, good.named) == (1.0, {"short": 1.0, "model": 2.0})
-    assert (slow.score, slow.status) == (None, "timeout")
+    assert (slow.score, slow.status) == (None, "timeout") and model.read == ["a", "c"]
     assert (long.score, long.status) == (None, "non_finite") and "longer than it can read" in long.detail
+    assert both.added([slow], [{"prompt": []}], ["b"]) == [slow]
 
 
 def test_combinations_that_score_nothing_or_have_no_place_are_refused(judge: Path) -> None:
@@ -125,3 +122,5 @@ def test_combinations_that_score_nothing_or_have_no_place_are_refused(judge: Pat
         with pytest.raises(InputError, match=words):
             compose("grpo", settings)
     assert compose("grpo", [f"reward.model.path={judge}", "reward.model.ranks_per_node=3"]).config.places == 4
+    for others in ("agent.tools=[calculator]", "agent.environment=a:B", "reward.further=[exact=1]"):
+        assert compose("grpo", ["reward.function=none", others]).config.reward.function == "none"

@@ -12,7 +12,7 @@ import pytest
 from support_flows import COMMAND, SMALL, Result, environment, rollforward
 
 RUN = ["run", "demo", "--run", "small", *SMALL]
-MOVING = re.compile(r"^(time|perf)/")
+MOVING = re.compile(r"^(time|perf)/|^reward/(seconds_mean|seconds_max|wait)$")
 
 
 def kill_tree(process: subprocess.Popen) -> None:

@@ -1,11 +1,14 @@
+import io
 import math
 import re
 from html.parser import HTMLParser
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from rl_core.report import MAX_SAMPLES, render_report
+from rl_core.report import MAX_SAMPLES, render_report, scoring_rows
 
 RUN = {
     "name": "demo-1", "recipe": "demo", "model": "tiny", "steps": 5, "seconds": 92.0, "config_hash": "c0ffee",
@@ -142,3 +145,24 @@ def test_scores_that_are_no_shares_and_answers_without_score() -> None:
     text = " ".join(Page(html).text.split())
     assert "Greedy score 90.0 %" in text and "-1.500 → 2.250 ▲ 3.750" in text
     assert "≈ 0.5" in text and "–" in text
+
+
+def test_scoring_is_told_by_source() -> None:
+    def step(*rows: tuple[str, str, float]) -> bytes:
+        buffer = io.BytesIO()
+        names = ["data_source", "score_status", "score_seconds"]
+        pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), buffer)
+        return buffer.getvalue()
+
+    steps = [
+        step(("math", "ok", 0.5), ("<code>", "timeout", 10.0)),
+        step(("math", "error", 0.1), ("<code>", "ok", 2.0), ("math", "ok", 0.3)),
+    ]
+    rows = scoring_rows(steps, "here")
+    assert rows[1] == {
+        "data_source": "math", "responses": 3, "seconds_mean": pytest.approx(0.3), "seconds_max": 0.5,
+        "failed": {"error": 1},
+    }  # fmt: skip
+    cells = re.findall(r"<td>(.*?)</td>", render_report(RUN, [], [], SUMMARY, rows))
+    assert cells[:10] == ["&lt;code&gt;", "2", "6", "10", "1 timeout", "math", "3", "0.3", "0.5", "1 error"]
+    assert scoring_rows([], "here") == [] and "Scoring" not in render_report(RUN, [], [], SUMMARY)

@@ -1,5 +1,7 @@
 """Scorers that misbehave; scoring processes import this module by name."""
 
+import asyncio
+import json
 import os
 import signal
 import sys
@@ -38,6 +40,14 @@ def process(response: str, row: dict[str, Any]) -> float:
     return float(os.getpid())
 
 
+def computes(response: str, row: dict[str, Any]) -> float:
+    """Keeps a core busy for half a millisecond."""
+    end = time.process_time() + 0.0005
+    while time.process_time() < end:
+        pass
+    return 1.0
+
+
 def loaded(response: str, row: dict[str, Any]) -> float:
     """Whether a heavy module, or the tests' own main module, is loaded here."""
     return float("torch" in sys.modules or "transformers" in sys.modules or "pytest" in sys.modules)
@@ -47,6 +57,18 @@ def tell_and_hang(response: str, row: dict[str, Any]) -> float:
     Path(response).write_text(str(os.getpid()))
     time.sleep(600)
     return 1.0
+
+
+async def told(response: str, row: dict[str, Any], trajectory: dict[str, Any]) -> float:
+    """Writes the trajectory to a file that is called like the response; a point for each message."""
+    await asyncio.sleep(0)
+    (Path(row["folder"]) / response).write_text(json.dumps(trajectory))
+    return float(len(trajectory["messages"]))
+
+
+def lenient(response: str, row: dict[str, Any], strict: bool = False) -> dict[str, float]:
+    """Takes no trajectory: its third argument is an option of its own."""
+    return {"score": 1.0 - strict, "length": float(len(response))}
 
 
 not_a_function = 3

@@ -11,11 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
+from support_scoring import scored
 
 from rl_core.config.schema import RewardConfig
 from rl_core.rewards import code as code_module
 from rl_core.rewards.code import code, last_block, warn_without_namespaces
-from rl_core.rewards.runner import RewardRunner, check_scorers
+from rl_core.rewards.runner import check_scorers
 
 ADD = "def add(a, b):\n    return a + b"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
@@ -89,8 +90,8 @@ def sleepers() -> list[int]:
 
 def test_a_killed_scoring_process_takes_the_program_along(tmp_path: Path) -> None:
     program = block("import os\nos.execvp('sleep', ['sleep', '98.7'])")
-    with RewardRunner(RewardConfig(function="code", timeout_s=1.5)) as scoring:
-        assert scoring.score([program], [row(tests=["1"], timeout_s=60)])[0].status == "timeout"
+    (result,) = scored([program], [row(tests=["1"], timeout_s=60)], function="code", timeout_s=1.5)
+    assert result.status == "timeout"
     deadline = time.monotonic() + 5
     while sleepers() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support_scoring import scored
 
 from rl_core.config.reward import JudgeConfig
 from rl_core.config.schema import RewardConfig
 from rl_core.errors import InputError
 from rl_core.rewards.judge import check_judge
-from rl_core.rewards.runner import RewardResult, RewardRunner, check_scorers
+from rl_core.rewards.runner import RewardResult, check_scorers
 
 KEY = "sk-very-secret"
 
@@ -86,14 +87,13 @@ def row(source: str = "judge") -> dict[str, Any]:
 
 
 def judged(judge: JudgeConfig, *responses: str) -> list[RewardResult]:
-    with RewardRunner(RewardConfig(function="judge", judge=judge)) as scoring:
-        return scoring.score(list(responses), [row()] * len(responses))
+    return scored(responses, [row()] * len(responses), function="judge", judge=judge)
 
 
 def test_a_busy_server_is_asked_again_and_other_rows_are_scored_as_ever(server: Server) -> None:
     server.busy = 2
-    with RewardRunner(RewardConfig(judge=config(server))) as scoring:
-        results = scoring.score(["T", "score: 0.2, no, Score: 0.5", "x"], [row("exact"), row(), row("exact")])
+    responses = ["T", "score: 0.2, no, Score: 0.5", "x"]
+    results = scored(responses, [row("exact"), row(), row("exact")], judge=config(server))
     assert [(result.score, result.status) for result in results] == [(1.0, "ok"), (0.5, "ok"), (0.0, "ok")]
     assert server.questions == ["Q {response} T\nscore: 0.2, no, Score: 0.5"] * 3
     assert server.keys == {f"Bearer {KEY}"}

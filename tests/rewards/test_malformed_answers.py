@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support_scoring import scored
 
-from rl_core.config.schema import RewardConfig
 from rl_core.data.rows import canonical
-from rl_core.rewards.runner import RewardResult, RewardRunner
+from rl_core.rewards.runner import RewardResult
 from rl_core.rewards.scorers import LAZY, SCORERS
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/test.jsonl"
@@ -98,9 +98,8 @@ def huge() -> list[str]:
     return [piece * (10_000_000 // len(piece)) for piece in ("9", "\\boxed{", "#### 1,", "\u202e1 ", "```python\n")]
 
 
-def scored(answers: list[tuple[str, str]], **settings: Any) -> list[RewardResult]:
-    with RewardRunner(RewardConfig(**settings)) as scoring:
-        return scoring.score([text for _, text in answers], [row(name) for name, _ in answers])
+def results_of(answers: list[tuple[str, str]], **settings: Any) -> list[RewardResult]:
+    return scored([text for _, text in answers], [row(name) for name, _ in answers], **settings)
 
 
 def test_no_malformed_answer_hangs_crashes_or_is_right() -> None:
@@ -110,7 +109,7 @@ def test_no_malformed_answer_hangs_crashes_or_is_right() -> None:
     answers = [(name, answer(chance)) for name in names for _ in range(COSTLY.get(name, CHEAP))]
     answers += [(name, text) for name in names if name != "code" for text in huge()[: 5 if name in SCORERS else 2]]
     assert len(answers) >= 10_000
-    results = scored(answers, timeout_s=20)
+    results = results_of(answers, timeout_s=20)
     for (name, text), result in zip(answers, results, strict=True):
         # By their rule these two give shares, and `positions` does not mind what follows.
         most = 0.99 if name in ("positions", "reasoning_gym") else 0.0
@@ -125,7 +124,9 @@ def test_no_malformed_answer_hangs_crashes_or_is_right() -> None:
 
 @pytest.mark.parametrize("tower", ["9^{9^{9^{9}}}", "(10!)!", "2^{2^{2^{2^{2^{2^{2}}}}}}"])
 def test_a_tower_of_powers_ends_in_time_and_costs_no_other_answer(tower: str) -> None:
-    results = scored([("math", f"\\boxed{{{tower}}}"), ("math", f"\\boxed{{{TRUTH}}}")], timeout_s=4, function="math")
+    results = results_of(
+        [("math", f"\\boxed{{{tower}}}"), ("math", f"\\boxed{{{TRUTH}}}")], timeout_s=4, function="math"
+    )
     assert results[0].score in (None, 0.0) and results[0].status in ("ok", "error", "timeout")
     assert results[1].score == 1.0
 
@@ -136,6 +137,5 @@ def test_reference_solutions_of_word_problems_are_right_and_one_off_is_wrong() -
     truths = [text.rpartition("#### ")[2].replace(",", "") for text in answers]
     wrong = [re.sub(r"#### .*$", f"#### {int(truth) + 1}", text) for text, truth in zip(answers, truths, strict=True)]
     rows = [{"data_source": "gsm8k", "reward_model": {"ground_truth": truth}} for truth in truths]
-    with RewardRunner(RewardConfig()) as scoring:
-        assert scoring.score(answers, rows) == [RewardResult(1.0, "ok")] * 1319
-        assert scoring.score(wrong, rows) == [RewardResult(0.0, "ok")] * 1319
+    results = scored([*answers, *wrong], rows * 2)
+    assert results == [RewardResult(1.0, "ok")] * 1319 + [RewardResult(0.0, "ok")] * 1319

@@ -1,10 +1,9 @@
 """Answers of mathematics have the score of their value, and what breaks the verifier is no zero."""
 
 import pytest
+from support_scoring import scored
 
-from rl_core.config.schema import RewardConfig
 from rl_core.rewards import mathematics
-from rl_core.rewards.runner import RewardRunner
 
 
 def row(truth: str) -> dict[str, object]:
@@ -41,8 +40,7 @@ def test_the_last_box_counts_or_what_is_found_at_the_end(response: str, truth: s
 
 def test_what_hangs_or_breaks_the_verifier_is_a_failure_and_not_a_zero() -> None:
     responses = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}", r"\boxed{1}"]
-    with RewardRunner(RewardConfig(function="math", timeout_s=8)) as scoring:
-        results = scoring.score(responses, [row("1")] * 3)
+    results = scored(responses, [row("1")] * 3, function="math", timeout_s=8)
     assert [(result.score, result.status) for result in results] == [(None, "timeout"), (0.0, "ok"), (1.0, "ok")]
 
 

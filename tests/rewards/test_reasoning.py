@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from support_scoring import scored
 
-from rl_core.config.schema import DataConfig, RewardConfig
+from rl_core.config.schema import DataConfig
 from rl_core.data.sources import reasoning_gym as source
 from rl_core.errors import InputError
-from rl_core.rewards.runner import RewardRunner
 
 pytest.importorskip("reasoning_gym")
 CONFIG = DataConfig(source="reasoning_gym", tasks=("leg_counting", "chain_sum"), train_rows=30, val_rows=10)
@@ -33,8 +33,7 @@ def test_the_task_scores_its_own_answer_and_no_other() -> None:
     right = [source.reference_response(row) for row in val]
     wrong = [f"<answer>{row['reward_model']['ground_truth']}</answer> no, <answer>x</answer>" for row in val]
     bare = [row["reward_model"]["ground_truth"] for row in val]
-    with RewardRunner(RewardConfig(timeout_s=60)) as scoring:
-        results = scoring.score([*right, *wrong, *bare], val * 3)
+    results = scored([*right, *wrong, *bare], val * 3, timeout_s=60)
     assert [result.score for result in results] == [1.0] * 10 + [0.0] * 20
 
 
@@ -49,6 +48,5 @@ def test_tasks_that_cannot_be_had_are_named(tasks: tuple[str, ...], says: str) -
 
 def test_a_task_that_runs_answers_as_programs_scores_nothing() -> None:
     row = {"data_source": "reasoning_gym", "extra_info": {"task": "spiral_matrix", "entry": '{"answer": "1 2"}'}}
-    with RewardRunner(RewardConfig(timeout_s=60)) as scoring:
-        result = scoring.score(["<answer>__import__('os').getcwd()</answer>"], [row])[0]
+    (result,) = scored(["<answer>__import__('os').getcwd()</answer>"], [row], timeout_s=60)
     assert result.score is None and "may run an answer as a program" in result.detail

@@ -1,3 +1,4 @@
+import asyncio
 import multiprocessing
 import os
 import subprocess
@@ -9,6 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import ValidationError
+from support_scoring import score_all
+from support_scoring import scored as scored_by
 
 from rl_core.config.schema import RewardConfig
 from rl_core.errors import InputError
@@ -30,29 +34,34 @@ def runner(name: str | None = "by_response", **settings: Any) -> RewardRunner:
     return RewardRunner(RewardConfig(**{"function": function, "timeout_s": 1.0, **settings}))
 
 
+def scored(responses: list[str], name: str = "by_response", **settings: Any) -> list[RewardResult]:
+    settings = {"function": f"scorers_for_tests:{name}", "timeout_s": 1.0, **settings}
+    return scored_by(responses, [ROW] * len(responses), **settings)
+
+
 def test_each_row_is_scored_by_its_source() -> None:
     rows = [ROW, ROW, {"data_source": "gsm8k", "reward_model": {"ground_truth": "7"}}]
-    with runner(None) as scoring:
-        results = scoring.score(["1 2 3", "3 2 1", "#### 7"], rows)
-        assert scoring.score([], []) == []
+    results = scored_by(["1 2 3", "3 2 1", "#### 7"], rows)
     assert results == [RewardResult(1.0, "ok"), RewardResult(0.0, "ok"), RewardResult(1.0, "ok")]
 
 
 def test_failures_have_a_status_and_cost_no_other_response_its_score() -> None:
-    responses = ["fine", "hang", "raise", "nan", "inf", "huge", "text", "true", "exit", "kill", "fine"]
-    with runner() as scoring:
-        results = scoring.score(responses, [ROW] * len(responses))
-        again = scoring.score(["fine"], [ROW])
+    # The first two are sent alone, the others in chunks, of which one hangs and one loses its process.
+    responses = ["raise", "fine", "hang", "nan", "inf", "huge", "text", "true", "exit", "fine", "fine", "kill", "fine"]
+    results = scored([*responses, *["fine"] * 20])
+    results, again = results[: len(responses)], results[len(responses) :]
     assert [(r.score, r.status) for r in results] == [
+        (None, "error"),
         (0.5, "ok"),
         (None, "timeout"),
-        (None, "error"),
         (None, "non_finite"),
         (None, "non_finite"),
         (None, "non_finite"),
         (None, "error"),
         (1.0, "ok"),
         (None, "error"),
+        (0.5, "ok"),
+        (0.5, "ok"),
         (None, "error"),
         (0.5, "ok"),
     ]
@@ -64,67 +73,114 @@ def test_failures_have_a_status_and_cost_no_other_response_its_score() -> None:
     assert "returned '1'" in details["text"]
     assert "SystemExit: 3" in details["exit"]
     assert "exit code -9" in details["kill"]
-    assert again == [RewardResult(0.5, "ok")]
+    assert again == [RewardResult(0.5, "ok")] * 20
+    seconds = dict(zip(responses, (r.seconds for r in results), strict=True))
+    assert seconds["fine"] < 0.5 and 1 <= seconds["hang"] < 5
+
+
+def test_further_scorers_are_weighted_added_and_named() -> None:
+    further = ("scorers_for_tests:lenient=0.5", "exact=-2")
+    results = scored_by(["1 2 3", "4"], [ROW, ROW], function="numeric", further=further)
+    assert results == [
+        RewardResult(1 + 0.5 - 2, "ok", named={"lenient": 1.0, "length": 5.0, "exact": 1.0}),
+        RewardResult(0 + 0.5 + 0, "ok", named={"lenient": 1.0, "length": 1.0, "exact": 0.0}),
+    ]
+    lost = scored(["raise", "fine"], "lenient", further=("scorers_for_tests:by_response=1",))
+    assert [(result.score, result.status) for result in lost] == [(None, "error"), (1.5, "ok")]
+    assert "by_response" in lost[0].detail and lost[1].named == {"length": 4.0, "by_response": 0.5}
+
+
+def test_a_trajectory_goes_to_the_scorers_that_take_one() -> None:
+    own = RewardConfig(function="scorers_for_tests:lenient", further=("scorers_for_tests:told=1",))
+    assert RewardRunner(own).reads_trajectory(ROW)
+    for other in ("scorers_for_tests:lenient", "scorers_for_tests:absent", "math", "exact", "builtins:max"):
+        assert not RewardRunner(RewardConfig(function=other)).reads_trajectory(ROW)
+    assert RewardRunner(RewardConfig()).reads_trajectory({**ROW, "data_source": "scorers_for_tests:told"})
 
 
 def test_slow_but_timely_responses_all_get_their_score() -> None:
-    # Chunks of two: the first is killed and scored one by one, the second ends early and is continued.
-    responses = ["sleep 0.6", "sleep 1.0", "sleep 1.0", "sleep 0.1", "fine"]
-    with runner(timeout_s=1.5) as scoring:
-        results = scoring.score(responses, [ROW] * 5)
-    assert results == [RewardResult(1.0, "ok")] * 4 + [RewardResult(0.5, "ok")]
+    # Behind two singles, chunks of two: the first is killed and scored one by one, the second ends early and goes on.
+    responses = ["fine", "fine", "sleep 1.0", "sleep 1.9", "sleep 1.6", "sleep 0.1", *["fine"] * 4]
+    results = scored(responses, timeout_s=2.5)
+    assert results == [RewardResult(1.0 if "sleep" in each else 0.5, "ok") for each in responses]
 
 
 def test_a_chunk_ends_early_when_its_time_is_used_up() -> None:
-    names, responses, rows = ["exact"] * 3, ["1 2 3"] * 3, [ROW] * 3
-    assert len(score_chunk(names, responses, rows, budget_s=60)) == 3
-    assert len(score_chunk(names, responses, rows, budget_s=-1)) == 1
+    chunk: list = [("exact", "1 2 3", ROW, None)] * 3
+    assert len(score_chunk(chunk, budget_s=60)) == 3
+    assert len(score_chunk(chunk, budget_s=-1)) == 1
 
 
 def test_a_process_that_dies_between_responses_is_replaced() -> None:
-    with runner() as scoring:
-        assert scoring.score(["late"], [ROW]) == [RewardResult(1.0, "ok")]
-        time.sleep(0.5)
-        assert scoring.score(["fine"] * 8, [ROW] * 8) == [RewardResult(0.5, "ok")] * 8
+    async def work() -> None:
+        async with runner() as scoring:
+            assert await scoring.score("late", ROW) == RewardResult(1.0, "ok")
+            await asyncio.sleep(0.5)
+            assert await score_all(scoring, ["fine"] * 8, [ROW] * 8) == [RewardResult(0.5, "ok")] * 8
+
+    asyncio.run(work())
 
 
 def test_two_processes_share_the_work_and_go_away() -> None:
-    responses = ["hang", *["sleep 0.05"] * 30]
-    with runner("process", processes=2) as scoring:
-        pids: set[int] = set()
-        deadline = time.monotonic() + 20
-        while len(pids) < 2 and time.monotonic() < deadline:
-            pids |= {int(result.score or 0) for result in scoring.score(responses, [ROW] * 31)}
+    async def work() -> set[int]:
+        async with runner("process", processes=2) as scoring:
+            pids: set[int] = set()
+            deadline = time.monotonic() + 20
+            while len(pids) < 2 and time.monotonic() < deadline:
+                pids |= {int(result.score or 0) for result in await score_all(scoring, [""] * 31, [ROW] * 31)}
+        return pids
+
+    pids = asyncio.run(work())
     assert len(pids) == 2 and os.getpid() not in pids
     assert not any(map(psutil.pid_exists, pids))
-    with runner(processes=2) as scoring:
-        results = scoring.score(responses, [ROW] * 31)
+    results = scored(["hang", *["sleep 0.05"] * 30], processes=2)
     assert [r.status for r in results] == ["timeout", *["ok"] * 30]
 
 
+def test_a_response_alone_is_scored_at_once_and_many_wait_in_few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[int] = []
+
+    async def work() -> None:
+        async with runner(None) as scoring:
+            run = scoring._processes.run
+
+            async def noted(function: Any, chunk: list, budget_s: float) -> Any:
+                chunks.append(len(chunk))
+                return await run(function, chunk, budget_s)
+
+            monkeypatch.setattr(scoring._processes, "run", noted)
+            await scoring.score("1", ROW)
+            await score_all(scoring, ["1"] * 1000, [ROW] * 1000)
+
+    asyncio.run(work())
+    assert chunks[0] == 1 and max(chunks) == 64 and sum(chunks) == 1001 and len(chunks) < 50
+
+
 def test_closing_ends_a_scorer_that_hangs() -> None:
-    scoring = runner(timeout_s=600)
-    scoring._submit([0], ["scorers_for_tests:by_response"], ["hang"], [ROW])
-    time.sleep(0.5)
-    start = time.monotonic()
-    scoring.close()
-    assert time.monotonic() - start < 5
+    async def work() -> float:
+        scoring = runner(timeout_s=600)
+        await scoring.start()
+        asked = asyncio.create_task(scoring.score("hang", ROW))
+        await asyncio.sleep(0.5)
+        start = time.monotonic()
+        await scoring.close()
+        asked.cancel()
+        return time.monotonic() - start
+
+    assert asyncio.run(work()) < 5
     assert not multiprocessing.active_children()
 
 
 def test_a_scoring_process_loads_neither_torch_nor_the_main_module(tmp_path: Path) -> None:
-    with runner("loaded") as scoring:
-        assert scoring.score([""], [ROW]) == [RewardResult(0.0, "ok")]
+    assert scored([""], "loaded") == [RewardResult(0.0, "ok")]
     program = (
-        "from rl_core.rewards.runner import RewardRunner, RewardConfig\n"
+        "from support_scoring import scored\n"
         "print('main is imported')\n"
         "if __name__ == '__main__':\n"
-        "    with RewardRunner(RewardConfig(function='exact')) as scoring:\n"
-        "        print(scoring.score(['1'], [{'reward_model': {'ground_truth': '1'}}]))\n"
+        "    print(scored(['1'], [{'reward_model': {'ground_truth': '1'}}], function='exact')[0].score)\n"
         "    assert __file__ == sys.argv[0]\n"
     )
-    done = run_script(tmp_path / "program.py", program)
-    assert done.stdout.splitlines() == ["main is imported", str([RewardResult(1.0, "ok")])]
+    assert run_script(tmp_path / "program.py", program).stdout.splitlines() == ["main is imported", "1.0"]
 
 
 def test_scoring_processes_end_with_the_process_that_started_them(tmp_path: Path) -> None:
@@ -132,9 +188,9 @@ def test_scoring_processes_end_with_the_process_that_started_them(tmp_path: Path
     program = (
         "import os, signal, threading, time\n"
         "from pathlib import Path\n"
-        "from rl_core.rewards.runner import RewardRunner, RewardConfig\n"
-        "scoring = RewardRunner(RewardConfig(function='scorers_for_tests:tell_and_hang', timeout_s=600))\n"
-        f"threading.Thread(target=scoring.score, args=([{str(told)!r}], [{{}}]), daemon=True).start()\n"
+        "from support_scoring import scored\n"
+        "settings = dict(function='scorers_for_tests:tell_and_hang', timeout_s=600)\n"
+        f"threading.Thread(target=scored, args=([{str(told)!r}], [{{}}]), kwargs=settings, daemon=True).start()\n"
         f"told = Path({str(told)!r})\n"
         "while not (told.exists() and told.read_text()):\n"
         "    time.sleep(0.02)\n"
@@ -155,21 +211,39 @@ def alive(pid: int) -> bool:
 def run_script(file: Path, program: str) -> "subprocess.CompletedProcess[str]":
     """Run a program as main module, with the project and this folder on its path."""
     here = Path(__file__).parent
-    file.write_text(f"import sys; sys.path[:0] = {[str(here.parent.parent), str(here)]}\n{program}")
+    file.write_text(f"import sys; sys.path[:0] = {[str(here.parent.parent), str(here.parent), str(here)]}\n{program}")
     return subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=60)
 
 
 def test_many_small_responses_are_scored_quickly() -> None:
     text = "We add the two. " * 40 + "#### 18"
     rows = [{"data_source": "gsm8k", "prompt": "x" * 400, "reward_model": {"ground_truth": "18"}} for _ in range(512)]
-    with runner(None) as scoring:
-        scoring.score([text] * 512, rows)
+
+    async def work() -> list[float]:
         times = []
-        for _ in range(5):
+        async with runner(None) as scoring:
+            await score_all(scoring, [text] * 512, rows)
+            for _ in range(5):
+                start = time.perf_counter()
+                await score_all(scoring, [f"{i} {text}" for i in range(512)], rows)
+                times.append(time.perf_counter() - start)
+        return times
+
+    assert min(asyncio.run(work())) < 0.06
+
+
+def test_thousands_at_once_keep_all_processes_at_work() -> None:
+    async def work() -> tuple[float, list[RewardResult]]:
+        async with runner("computes", processes=2) as scoring:
+            await score_all(scoring, ["1"] * 64, [ROW] * 64)
             start = time.perf_counter()
-            scoring.score([f"{i} {text}" for i in range(512)], rows)
-            times.append(time.perf_counter() - start)
-    assert min(times) < 0.06
+            results = await score_all(scoring, ["1"] * 4096, [ROW] * 4096)
+            return time.perf_counter() - start, results
+
+    wall, results = asyncio.run(work())
+    assert results == [RewardResult(1.0, "ok")] * 4096
+    # Seconds within the scorer, not those of the cores, which others may use as well.
+    assert sum(result.seconds for result in results) / (2 * wall) > 0.6 and wall < 30
 
 
 def test_unknown_scorers_are_found_before_scoring() -> None:
@@ -181,16 +255,19 @@ def test_unknown_scorers_are_found_before_scoring() -> None:
     check_scorers(RewardConfig(function="scorers_for_tests:process"), rows)
     with pytest.raises(InputError, match="absent"):
         check_scorers(RewardConfig(function="scorers_for_tests:absent"), rows)
+    with pytest.raises(InputError, match="did you mean exact") as error:
+        check_scorers(RewardConfig(function="exact", further=("exakt=1",)), {})
+    assert error.value.where == "reward.further"
 
 
-def test_rows_and_responses_must_match() -> None:
-    with runner() as scoring, pytest.raises(ValueError, match="1 responses for 2 rows"):
-        scoring.score(["fine"], [ROW, ROW])
+def test_further_scorers_have_a_weight_and_a_name_of_their_own() -> None:
+    for further, says in ((("exact",), "NAME=WEIGHT"), (("a:short=1", "b:short=1"), "different names")):
+        with pytest.raises(ValidationError, match=says):
+            RewardConfig(further=further)
 
 
 def test_a_main_module_without_a_file_still_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of `python -c`; Ray takes a name that is there for a text."""
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
-    with runner("by_response"):
-        pass
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    assert scored(["fine"]) == [RewardResult(0.5, "ok")]
     assert not hasattr(sys.modules["__main__"], "__file__")

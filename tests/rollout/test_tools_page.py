@@ -16,7 +16,6 @@ from rl_core.config.schema import DataConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.data.sources import load_source
 from rl_core.models.load import load_tokenizer
-from rl_core.rewards.runner import RewardRunner
 from rl_core.rewards.scorers import numeric
 from rl_core.rollout.parsers import PARSERS, ToolCall
 from rl_core.rollout.toolbox import ToolOutcome
@@ -96,11 +95,10 @@ def test_each_form_of_calls_is_read(files: Path) -> None:
 
 def test_rewards_of_an_environment_are_weighted_and_a_failed_conversation_has_none(tiny_model: Path) -> None:
     row = {"turns": 2, "data_source": "exact", "reward_model": {"ground_truth": "b"}}
-    data, _ = talk(tiny_model, ["a", "b"], ["exit"], agent={"environment": "tools_for_tests:Countdown"}, row=row)
-    config = RunConfig.model_validate({"reward": {"turn_weight": 0.5, "max_failed_share": 0.5}})
-    with RewardRunner(config.reward) as rewards:
-        named = data.union(DataProto.from_dict({}, {"uid": ["one", "one"]}))
-        scored = score(named, rewards, load_tokenizer(tiny_model), config, 1)
+    agent, reward = {"environment": "tools_for_tests:Countdown"}, {"turn_weight": 0.5, "max_failed_share": 0.5}
+    data, _ = talk(tiny_model, ["a", "b"], ["exit"], agent=agent, row=row, reward=reward)
+    named = data.union(DataProto.from_dict({}, {"uid": ["one", "one"]}))
+    scored = score(named, None, load_tokenizer(tiny_model), RunConfig.model_validate({"reward": reward}), 1)
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [1 + 0.5 * 1.0, 0.0]
     assert scored.batch["scored"].tolist() == [True, False] and scored.batch["response_mask"][1].sum() == 0
 

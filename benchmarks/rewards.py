@@ -1,0 +1,92 @@
+"""How fast 4,096 trajectories that end at once are scored, and how busy two cores are meanwhile.
+
+python -m benchmarks.rewards [RESPONSES=4096]: scorer `math` on solutions like those of GSM8K, whose values need its
+verifier, and a scorer that computes for 2 ms, each with one scoring process and with two. `busy` is CPU time of the
+scoring processes over wall time times two cores; `at work` is the share of their time that they have a response at
+hand, which is more on a machine with other work. `scoring` is time within scorers, `queueing` the mean time that a
+response waits.
+"""
+
+import asyncio
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from rl_core.config.reward import RewardConfig
+from rl_core.rewards.runner import RewardRunner
+
+CORES, WARM_UP = 2, 256
+SCORERS = ("math", "benchmarks.rewards:computes")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds and shares of one call with all responses; `queueing` and `longest` are of single responses."""
+
+    wall: float
+    busy: float
+    at_work: float
+    scoring: float
+    queueing: float
+    longest: float
+    right: int
+
+
+def computes(response: str, row: dict[str, Any]) -> float:
+    """Keeps a core busy for 2 ms."""
+    end, number = time.process_time() + 0.002, 0
+    while time.process_time() < end:
+        number += 1
+    return float(number > 0)
+
+
+def answer(number: int) -> str:
+    """A solution as models write them, of some 300 characters."""
+    steps = "".join(f"First we add {number} and {i}, which makes {number + i}. " for i in range(5))
+    return f"{steps}So the answer is $\\boxed{{\\frac{{{number}}}{{2}}}}$."
+
+
+async def measure(scorer: str, processes: int, responses: int) -> Measured:
+    """Scores of so many responses that are asked for at once; processes are up before."""
+    rows = [{"data_source": "gsm8k", "reward_model": {"ground_truth": str(i / 2)}} for i in range(responses)]
+    async with RewardRunner(RewardConfig(function=scorer, processes=processes)) as runner:
+        await asyncio.gather(*(runner.score(answer(i), rows[i]) for i in range(min(WARM_UP, responses))))
+        children = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+        before, begin = cpu_seconds(children), time.perf_counter()
+
+        async def one(i: int) -> tuple[float, float, float | None]:
+            result = await runner.score(answer(i), rows[i])
+            return time.perf_counter() - begin, result.seconds, result.score
+
+        found = await asyncio.gather(*(one(i) for i in range(responses)))
+        wall = time.perf_counter() - begin
+        busy = (cpu_seconds(children) - before) / (wall * CORES)
+    seconds = [each for _, each, _ in found]
+    queueing = statistics.mean(waited - each for waited, each, _ in found)
+    right = sum(score == 1.0 for *_, score in found)
+    return Measured(wall, busy, sum(seconds) / (wall * processes), sum(seconds), queueing, max(seconds), right)
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """What these processes have computed so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def main(responses: int) -> None:
+    """Prints a table."""
+    names = ("wall s", "busy", "at work", "scoring s", "queueing s", "longest s", "right")
+    print(f"{'scorer':28}{'processes':>10}" + "".join(f"{name:>12}" for name in names), flush=True)
+    for scorer in SCORERS:
+        for processes in (1, 2):
+            found = asyncio.run(measure(scorer, processes, responses))
+            shares = f"{found.wall:12.2f}{found.busy:12.0%}{found.at_work:12.0%}"
+            seconds = f"{found.scoring:12.2f}{found.queueing:12.2f}{found.longest:12.3f}"
+            print(f"{scorer:28}{processes:10}{shares}{seconds}{found.right:12}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2] or (4096,)))
