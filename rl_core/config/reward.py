@@ -79,6 +79,8 @@ class RewardConfig(Section):
     """Seconds for one response; then the scoring process is killed and the response counts as failed."""
     processes: int = Field(1, ge=1)
     """Scoring processes of each rollout engine."""
+    memory_gb: float = Field(8.0, gt=0)
+    """GiB that a scoring process may take; a scorer that wants more fails on its response."""
     max_failed_share: float = Field(0.1, ge=0, le=1)
     """Share of a step's responses that may fail to score; above it the step stops."""
     shuffle_control: bool = False

@@ -69,7 +69,7 @@ class RewardRunner:
         self.config, self.further = config, config.further_weights
         self._judge = Judge(config.judge) if config.judge.url else None
         names = (*((config.function,) if config.function else ()), *self.further)
-        self._processes = Processes(config.processes, config.timeout_s, start, (names,), "scorers")
+        self._processes = Processes(config.processes, config.timeout_s, start, (names, config.memory_gb), "scorers")
         self._waiting: deque[_Item] = deque()
         self._chunks: deque[list[_Item]] = deque()
         self._under_way: set[asyncio.Task[None]] = set()

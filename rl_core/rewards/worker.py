@@ -1,12 +1,15 @@
 """What runs inside a scoring process; it imports nothing heavy, so that a killed process is soon replaced."""
 
+import io
+import resource
+import sys
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from rl_core.processes import finished, prepare_process, writable
 from rl_core.rewards.scorers import Row, resolve_scorer
@@ -16,6 +19,10 @@ Packed = tuple[str, str, Row, dict[str, Any] | None]
 Status = Literal["ok", "timeout", "error", "non_finite"]
 MAX_DETAIL = 4000
 """Characters of an error's text that are kept: its end."""
+MAX_NAMED = 64
+"""Named rewards that a scorer may give."""
+MAX_PRINTED = 1_000_000
+"""Characters that scorers may print in the life of their process."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +43,34 @@ def failure(status: Status, detail: str) -> RewardResult:
     return RewardResult(None, status, writable(detail[-MAX_DETAIL:]))
 
 
-def start(names: tuple[str, ...]) -> None:
-    """Prepare the process: import the scorers of all rows, and end with the process that started this one."""
+class Printed(io.TextIOBase):
+    """A stream that passes on what is printed, up to MAX_PRINTED characters: a scorer that prints each response would
+    fill the disk with logs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._left = stream, MAX_PRINTED
+
+    def write(self, text: str) -> int:
+        """Passes the text on while there is room."""
+        if self._left > 0:
+            self._stream.write(text[: self._left])
+            self._left -= len(text)
+            if self._left <= 0:
+                self._stream.write("\n[what scorers print from here on is left out]\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Passes on what waits."""
+        self._stream.flush()
+
+
+def start(names: tuple[str, ...], memory_gb: float) -> None:
+    """Prepare the process: limit what it may take, import the scorers of all rows, and end with the process that
+    started this one."""
     prepare_process()
+    most = int(memory_gb * 1024**3)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    sys.stdout, sys.stderr = Printed(sys.stdout), Printed(sys.stderr)
     for name in names:
         with suppress(Exception):  # reported with each response
             resolve_scorer(name)
@@ -63,6 +95,8 @@ def _score(name: str, response: str, row: Row, trajectory: dict[str, Any] | None
         rewards = value if isinstance(value, dict) else {"score": value}
         if "score" not in rewards or not all(isinstance(reward, Real) for reward in rewards.values()):
             return failure("error", f"scorer '{name}' returned {value!r}, expected a float or a dict with 'score'")
+        if len(rewards) > MAX_NAMED:
+            return failure("error", f"scorer '{name}' returned {len(rewards)} rewards, at most {MAX_NAMED} are kept")
         named = {str(key): float(reward) for key, reward in rewards.items()}
     except OverflowError:
         return failure("non_finite", traceback.format_exc())

@@ -51,10 +51,11 @@ def test_ppo_trains_a_critic_on_a_scorer_of_ones_own(home: Path) -> None:
     assert (home / "runs/ppo/checkpoints/step_000002/critic").is_dir()
 
 
-def test_an_algorithm_of_ones_own_is_found_in_the_working_directory(home: Path, tmp_path: Path) -> None:
+def test_an_algorithm_and_a_scorer_of_ones_own_are_found_in_the_working_directory(home: Path, tmp_path: Path) -> None:
     write_files("algorithms", tmp_path)
+    (tmp_path / "my_rewards.py").write_text("def length(response, row):\n    return len(response) / 8\n")
     tiny = ["data.max_prompt_length=16", "data.max_response_length=8", "data.val_rows=16"]
-    settings = [*TWO_STEPS, *tiny, "reward.function=support_rewards:length", "algorithm.gamma=0.5"]
+    settings = [*TWO_STEPS, *tiny, "reward.function=my_rewards:length", "algorithm.gamma=0.5"]
     done = rollforward(home, "run", "mine.yaml", "--run", "own", *settings, folder=tmp_path)
     assert done.code == 0, done.output
     metrics = last_record(home, "own")

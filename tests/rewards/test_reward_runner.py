@@ -78,6 +78,18 @@ def test_failures_have_a_status_and_cost_no_other_response_its_score() -> None:
     assert seconds["fine"] < 0.5 and 1 <= seconds["hang"] < 5
 
 
+def test_memory_and_rewards_of_a_scorer_are_limited() -> None:
+    results = scored(["eat", "many", "fine"], memory_gb=1.5, timeout_s=20)
+    assert [(result.score, result.status) for result in results] == [(None, "error"), (None, "error"), (0.5, "ok")]
+    assert "MemoryError" in results[0].detail and "101 rewards" in results[1].detail
+
+
+def test_what_scorers_print_is_limited(capfd: pytest.CaptureFixture[str]) -> None:
+    assert scored(["print", "print", "fine"]) == [RewardResult(0.5, "ok")] * 3
+    printed = capfd.readouterr().out
+    assert printed.count("x") <= 1_000_000 and printed.count("is left out") == 1
+
+
 def test_further_scorers_are_weighted_added_and_named() -> None:
     further = ("scorers_for_tests:lenient=0.5", "exact=-2")
     results = scored_by(["1 2 3", "4"], [ROW, ROW], function="numeric", further=further)
