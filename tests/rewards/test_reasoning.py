@@ -5,6 +5,7 @@ import json
 import pytest
 from support_scoring import scored
 
+from rl_core.config.compose import compose
 from rl_core.config.schema import DataConfig
 from rl_core.data.sources import reasoning_gym as source
 from rl_core.errors import InputError
@@ -22,10 +23,18 @@ def test_rows_follow_the_seed_and_no_prompt_is_in_both_splits() -> None:
     assert (len(train), len(val)) == (30, 10) and source.rows(CONFIG, 3) == (train, val)
     assert source.rows(CONFIG, 4)[1] != val
     assert not prompts(train) & prompts(val) and len(prompts(val)) == 10
+    assert len(prompts(train)) == 30, "each row is a problem of its own where a task has many"
     assert [row["ability"] for row in val] == ["leg_counting", "chain_sum"] * 5
     assert json.loads(json.dumps(train)) == train
     few = DataConfig(source="reasoning_gym", tasks=("coin_flip",), train_rows=200, val_rows=200)
     assert not set.intersection(*map(prompts, source.rows(few, 0)))
+
+
+def test_the_recipe_mixes_three_tasks() -> None:
+    data = compose("reasoning", ["data.train_rows=96", "data.val_rows=6"]).config.data
+    train, val = source.rows(data, 0)
+    assert len(prompts(train)) == 96 and len(prompts(val)) == 6
+    assert {row["ability"] for row in train} == set(data.tasks) and len(data.tasks) == 3
 
 
 def test_the_task_scores_its_own_answer_and_no_other() -> None:

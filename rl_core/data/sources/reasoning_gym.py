@@ -71,7 +71,9 @@ def _draw(tasks: tuple[str, ...], split: str, seed: int, count: int, without: se
 def _problems(task: str, seed: int, most: int) -> Iterator[dict[str, Any]]:
     import reasoning_gym
 
-    return iter(reasoning_gym.create_dataset(task, seed=seed * 1_000_003, size=most))
+    dataset = reasoning_gym.create_dataset(task, seed=seed * 1_000_003, size=most)
+    # Not `iter(dataset)`, which begins again with each loop over it.
+    return (dataset[i] for i in range(most))
 
 
 def _check_tasks(tasks: tuple[str, ...]) -> None:
