@@ -9,7 +9,7 @@ demo: .venv/installed
 	$(BIN)/rollforward run demo
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2
 	$(BIN)/python tests/mutation/run.py
 
 # Ten bugs are planted into a copy of the library, one at a time; the tests must notice each.

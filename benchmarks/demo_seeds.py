@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
             if done.returncode:
                 print(done.stdout, done.stderr)
                 return done.returncode
-            files = sorted(Path(folder, "runs", f"seed-{seed}", "evaluation").iterdir())
+            files = sorted(Path(folder, "runs", f"seed-{seed}", "evaluation").glob("step_*.json"))
             before, after = (json.loads(file.read_text()) for file in files)
             scores = [before["sampled"], after["sampled"], before["greedy"], after["greedy"]]
             print(f"| {seed} | {' | '.join(f'{s:.3f}' for s in scores)} | {time.monotonic() - start:.0f} |", flush=True)

@@ -5,12 +5,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flows.commands import models, runs
+from flows.commands import doctor, models, person, runs, serve, services
 from flows.commands.runs import Terminated
 from rl_core.console import Console
 from rl_core.errors import InputError, RollforwardError
 
-MODULES = (runs, models)
+MODULES = (runs, person, models, serve, services, doctor)
 """Modules of commands, in the order of the help."""
 
 
@@ -37,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; settings may stand before and after flags, which argparse alone does not allow."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    options, rest = parser.parse_known_args(words[:end])
+    if "passed_on" in options:  # for the program that the command becomes
+        options.passed_on, end = words[end + 1 :], len(words)
+    rest += words[end:]
     if rest and ("overrides" not in options or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

@@ -5,7 +5,7 @@ import socket
 from rl_core.errors import InputError
 
 
-def check_port(port: int) -> None:
+def check_port(port: int, option: str = "--port") -> None:
     """InputError when something listens on the port of this machine already."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -13,5 +13,5 @@ def check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise InputError(
-                "a free port", f"{port}: {error.strerror}", f"--port {port}", f"try --port {port + 1}"
+                "a free port", f"{port}: {error.strerror}", f"{option} {port}", f"try {option} {port + 1}"
             ) from error

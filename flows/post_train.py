@@ -1,14 +1,15 @@
 """The main flow: from rows and a model to a trained, evaluated, registered and perhaps promoted version."""
 
+import time
 from typing import Any
 
 from prefect import flow
 
 from rl_core.config.compose import compose
 from rl_core.environment import home_folder
-from tasks.evaluate import evaluate
+from tasks.evaluate import evaluate, evaluate_champion
 from tasks.prepare_data import prepare_data
-from tasks.promote import promote
+from tasks.promote import promote, reload
 from tasks.register import register
 from tasks.report import report
 from tasks.runs import open_run
@@ -26,6 +27,7 @@ def post_train(
     new: bool = False,
     verbose: bool = False,
     keep_data: bool = False,
+    stop_at: float | None = None,
 ) -> dict[str, Any]:
     """Runs all stages of a recipe and returns a summary of JSON values.
 
@@ -33,6 +35,7 @@ def post_train(
         recipe: name or path of a recipe. overrides: settings as `a.b=value`.
         run_name: continue or begin this run. resume: continue the run of this config. new: begin another one.
         keep_data: continue on the rows that the run began with, though their files have changed since.
+        stop_at: time, in seconds since 1970, after which no further segment of steps begins.
     """
     run = open_run(compose(recipe, overrides or []), home_folder(), run_name, resume, new)
     with open_session(run, verbose, keep_data) as session:
@@ -43,10 +46,15 @@ def post_train(
         before = evaluate(0)
         step = session.committed_step()
         while step < config.trainer.steps:
+            if stop_at is not None and time.time() > stop_at:
+                session.console.note(f"the time is used up: training ends at step {step} of {config.trainer.steps}")
+                break
             step = train(min(step + config.trainer.segment_steps, config.trainer.steps))
         after = evaluate(step)
         version = register(step, data["data_hash"], before, after)
-        promoted = promote(version)
+        evaluate_champion(version)
+        reload(version, step)
+        promoted = promote(version, step)
         aliases = list(session.registry.get(version).aliases)
         facts = {"step": step, "before": before, "after": after, "version": version, "aliases": aliases, **data}
         page = report(facts)

@@ -16,7 +16,7 @@ from rl_core.errors import InputError
 from rl_core.ledger import Ledger
 from rl_core.replay import check_recorded, compare, correlation, describe, load_batch, replay
 from rl_core.storage import Store, step_name
-from tasks.runs import RUN_FILE
+from tasks.runs import RUN_FILE, stored_run
 
 SECTIONS = ("algorithm.", "correction.", "actor.")
 # They decide which responses there are, and those are given.
@@ -30,7 +30,7 @@ def replay_step(home: Path, run: str, step: int, settings: Sequence[str], consol
     """
     torch.set_num_threads(1)  # as in training: sums of several threads are rounded otherwise
     sys.path.append(os.getcwd())  # where a run finds estimators of the user's own
-    store = find_run(home, run)
+    store = stored_run(Store(str(home / "runs")), run)
     config = from_dict(store.read_json(RUN_FILE)["config"])
     other = other_config(config, settings)
     metrics = _record(store, run, step)
@@ -52,23 +52,8 @@ def replay_step(home: Path, run: str, step: int, settings: Sequence[str], consol
         for c in lines
     ]
     head = ("quantity", "trained", "replayed", "largest difference", "equal")
-    _show(console, [head, *rows], f"Step {step} of run {run} again, from {where}")
+    console.columns([head, *rows], f"Step {step} of run {run} again, from {where}")
     return 0 if all(c.equal for c in lines) else 1
-
-
-def find_run(home: Path, run: str) -> Store:
-    """The store of a run: its name below the home folder, or its folder or URL. InputError lists the runs."""
-    root = Store(str(home / "runs"))
-    store = Store(run) if "/" in run else root.child(run)
-    if not store.exists(RUN_FILE):
-        names = [name for name in root.listdir() if root.exists(f"{name}/{RUN_FILE}")]
-        raise InputError(
-            "the name of a run, or the folder or URL of one that is kept elsewhere",
-            repr(run),
-            root.url,
-            f"name one of: {', '.join(names) or 'none there'}",
-        )
-    return store
 
 
 def other_config(config: RunConfig, settings: Sequence[str]) -> RunConfig:
@@ -111,11 +96,4 @@ def _show_other(
     head = ("quantity", "trained", "otherwise")
     rows = [(name, f"{ours[name]:.6g}", f"{others[name]:.6g}") for name in ours]
     last = ("correlation of the advantages", "", "none" if math.isnan(alike) else f"{alike:.6g}")
-    _show(console, [head, *rows, last], f"Otherwise: {' '.join(settings)}")
-
-
-def _show(console: Console, rows: Sequence[Sequence[str]], title: str) -> None:
-    """A table of several columns; the first row names them."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][1:]
-    cells = ["  ".join(map(str.rjust, row[1:], widths)) for row in rows]
-    console.table([(row[0], text) for row, text in zip(rows, cells, strict=True)], title)
+    console.columns([head, *rows, last], f"Otherwise: {' '.join(settings)}")

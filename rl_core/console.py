@@ -2,14 +2,16 @@
 
 import math
 import os
+import re
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TextIO
 
 from rl_core.errors import InputError
 
 MAX_TEXT = 2000
+_COLOUR = re.compile(r"\x1b\[\d*m")
 _BOLD, _DIM, _GREEN, _RED, _YELLOW = "1", "2", "32", "31", "33"
 
 
@@ -41,9 +43,9 @@ def clean(text: str) -> str:
 class Console:
     """Prints stages, one line a step, tables and errors; colour only on a terminal, every line flushed."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """Lines go to `stream`, by default to the standard output of the moment."""
-        self._stream = stream or sys.stdout
+    def __init__(self, stream: TextIO | None = None, also: Callable[[str], None] | None = None) -> None:
+        """Lines go to `stream`, by default to the standard output of the moment, and without colour to `also`."""
+        self._stream, self._also = stream or sys.stdout, also
         self._colour = self._stream.isatty() and "NO_COLOR" not in os.environ
 
     def stage(self, name: str, detail: str = "") -> None:
@@ -79,6 +81,12 @@ class Console:
             for line in rest:
                 self._line(f"  {' ' * width}  {line}")
 
+    def columns(self, rows: Sequence[Sequence[str]], title: str) -> None:
+        """A table of several columns under a title; the first row names them."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][1:]
+        cells = ["  ".join(map(str.rjust, row[1:], widths)) for row in rows]
+        self.table([(row[0], text) for row, text in zip(rows, cells, strict=True)], title)
+
     def note(self, text: str) -> None:
         """A remark inside a stage."""
         self._line(f"  {text}")
@@ -95,6 +103,15 @@ class Console:
         """Why the run ended without a person's mistake."""
         self._told(self._paint("✗ failed", _RED), error)
 
+    def finding(self, level: Literal["ok", "warning", "problem"], what: str, text: str, fix: str = "") -> None:
+        """One thing that was looked at, and what to do about it."""
+        sign, colour = {"ok": ("✓", _GREEN), "warning": ("!", _YELLOW), "problem": ("✗", _RED)}[level]
+        self._line(
+            f"{self._paint(f'{sign} {level}'.ljust(9), colour)}  {self._paint(what.ljust(16), _BOLD)}  {clean(text)}"
+        )
+        if fix:
+            self._line(f"{' ' * 29}→ {clean(fix)}")
+
     def _told(self, how: str, error: Exception) -> None:
         self._line(how)
         for line in str(error).splitlines():
@@ -104,6 +121,8 @@ class Console:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
 
     def _line(self, text: str) -> None:
+        if self._also:
+            self._also(_COLOUR.sub("", text))
         encoding = self._stream.encoding or "utf-8"
         # A terminal or log that is not UTF-8 shows `?` for a sign it lacks instead of ending the run.
         print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)

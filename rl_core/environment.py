@@ -3,11 +3,17 @@
 Everything that they keep goes below the home folder, nothing reports to anybody, and their chatter is off.
 """
 
+import json
 import os
 import secrets
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 DEFAULT_HOME = ".rollforward"
+SERVICES = "services.json"
+"""File in the home folder that says which services `rollforward up` has started."""
 _LIBRARIES = {
     "OMP_NUM_THREADS": "1",  # the driver only moves small tensors
     "DO_NOT_TRACK": "1",
@@ -19,6 +25,62 @@ _LIBRARIES = {
 def home_folder() -> Path:
     """The absolute home folder: ROLLFORWARD_HOME, or `.rollforward` in the working directory."""
     return Path(os.environ.get("ROLLFORWARD_HOME", DEFAULT_HOME)).expanduser().absolute()
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that later commands must find again; `started` (seconds since 1970) tells it from one that has its
+    number after a restart of the machine."""
+
+    pid: int
+    started: float
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """The process that has the number now."""
+        return cls(pid, psutil.Process(pid).create_time())
+
+    def find(self) -> psutil.Process | None:
+        """The process, or None when it has ended."""
+        try:
+            process = psutil.Process(self.pid)
+            ended = abs(process.create_time() - self.started) > 1 or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return None if ended else process
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service of this home folder: its process, where it answers (empty when it does not), and its log."""
+
+    process: Process
+    address: str
+    log: str
+
+
+def read_services(home: Path) -> dict[str, Service]:
+    """The services that `rollforward up` has started and that still run, by name; empty when there are none."""
+    try:
+        text = (home / SERVICES).read_text()
+    except FileNotFoundError:
+        return {}
+    found = {
+        name: Service(Process(**entry["process"]), entry["address"], entry["log"])
+        for name, entry in json.loads(text).items()
+    }
+    return {name: service for name, service in found.items() if service.process.find()}
+
+
+def write_services(home: Path, services: dict[str, Service]) -> None:
+    """Notes the services of this home folder; none removes the note."""
+    file = home / SERVICES
+    if not services:
+        file.unlink(missing_ok=True)
+        return
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps({name: asdict(service) for name, service in services.items()}, indent=1))
+    draft.replace(file)
 
 
 def prepare_libraries() -> None:
@@ -46,6 +108,9 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    for name, service in read_services(home).items():
+        if variable := {"prefect": "PREFECT_API_URL", "mlflow": "MLFLOW_TRACKING_URI"}.get(name):
+            os.environ.setdefault(variable, service.address)
     if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(_ray_token(home))

@@ -1,7 +1,7 @@
 """What a step is described by: its batch in numbers, and the time of its phases."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,13 +18,16 @@ Metrics = dict[str, float]
 class Phases:
     """Wall time of the phases of one step, in seconds, and the tokens that some of them worked on."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_begin: Callable[[str], None] = lambda name: None) -> None:
+        """`on_begin` gets the name of each phase as it begins."""
+        self.on_begin = on_begin
         self.seconds: dict[str, float] = {}
         self.tokens: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Times the block as phase `name`."""
+        self.on_begin(name)
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -1,6 +1,5 @@
 """The report of a run: one HTML page that needs nothing else, with curves, samples and settings for people to read."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +7,13 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pyarrow as pa
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from rl_core.console import clean, duration
+from rl_core.curves import Line, axes_of, column, panel, thin
 from rl_core.page import COLOURS, STYLE, render_page, to_svg
 from rl_core.steps import rollout_table
 
 MAX_SAMPLES = 20
-_MAX_POINTS = 600
 _PHASES_SHOWN = len(COLOURS)
 
 _FACTS = {
@@ -28,7 +24,7 @@ _FACTS = {
 
 
 @dataclass(frozen=True)
-class _Chart:
+class Chart:
     """A panel: its title, what it tells, and (metric, name in the legend) of each line."""
 
     title: str
@@ -37,34 +33,34 @@ class _Chart:
     wide: bool = False
 
 
-_CHARTS = (
-    _Chart(
+CHARTS = (
+    Chart(
         "Score and reward",
         "Means of a step's responses; the reward is the score less the penalties of length and KL.",
         (("score/mean", "score"), ("reward/mean", "reward")),
         wide=True,
     ),
-    _Chart(
+    Chart(
         "Mismatch of rollout and trainer",
         "KL of the two on the same weights, nats per token; near 0 is healthy.",
         (("kl/rollout_k3", "k3"), ("kl/rollout_k1", "k1")),
     ),
-    _Chart("KL to the reference", "How far the policy has moved, nats per token.", (("kl/ref", ""),)),
-    _Chart("Entropy", "Spread of the policy's choices, nats per token.", (("actor/entropy", ""),)),
-    _Chart("Response length", "Mean over a step's responses, tokens.", (("response_length/mean", ""),)),
-    _Chart(
+    Chart("KL to the reference", "How far the policy has moved, nats per token.", (("kl/ref", ""),)),
+    Chart("Entropy", "Spread of the policy's choices, nats per token.", (("actor/entropy", ""),)),
+    Chart("Response length", "Mean over a step's responses, tokens.", (("response_length/mean", ""),)),
+    Chart(
         "Turns and calls",
         "Means of a step's conversations: turns of the policy, calls of tools and answers of the environment.",
         (("turns/mean", "turns"), ("tools/calls_mean", "calls")),
     ),
-    _Chart(
+    Chart(
         "Failures",
         "Shares: calls that ended in an error, conversations that failed.",
         (("tools/failed_share", "calls"), ("rollout/failed_share", "conversations")),
     ),
-    _Chart("Gradient norm", "Global L2 norm before clipping.", (("actor/grad_norm", ""),)),
-    _Chart("Learning rate", "Of the policy's optimizer.", (("actor/lr", ""),)),
-    _Chart("Throughput", "Tokens of a step over its time, tokens per second.", (("perf/tokens_per_s", ""),)),
+    Chart("Gradient norm", "Global L2 norm before clipping.", (("actor/grad_norm", ""),)),
+    Chart("Learning rate", "Of the policy's optimizer.", (("actor/lr", ""),)),
+    Chart("Throughput", "Tokens of a step over its time, tokens per second.", (("perf/tokens_per_s", ""),)),
 )
 
 
@@ -86,7 +82,7 @@ def render_report(
     scoring: what `scoring_rows` gives.
     """
     with matplotlib.rc_context(STYLE):
-        charts = [panel for chart in _CHARTS if (panel := _line_panel(chart, records))]
+        charts = [panel for chart in CHARTS if (panel := _line_panel(chart, records))]
         # The last panel is as wide as it takes to leave no hole in the two columns.
         half = sum(not panel["wide"] for panel in charts)
         if phases := _phase_panel(records, wide=half % 2 == 0):
@@ -181,88 +177,32 @@ def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _column(records: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:
-    """Values of one metric [len(records)], NaN where a record lacks it or it is not finite."""
-    values = np.array([float(record["metrics"].get(metric, math.nan)) for record in records])
-    return np.where(np.isfinite(values), values, math.nan) if len(values) else values
-
-
-def _thin(values: np.ndarray) -> np.ndarray:
-    """At most `_MAX_POINTS` values, each the mean of its neighbourhood, so that long runs stay small pages."""
-    if len(values) <= _MAX_POINTS:
-        return values
-    return np.array([_mean(part) for part in np.array_split(values, _MAX_POINTS)])
-
-
-def _mean(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else math.nan
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a fifteenth of the points."""
-    half = max(1, len(values) // 30)
-    return np.array([_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))])
-
-
-def _line_panel(chart: _Chart, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Faint raw and thick smoothed lines; None when no record has any of the metrics."""
-    columns = [(label, _column(records, metric)) for metric, label in chart.series]
-    columns = [(label, values) for label, values in columns if np.isfinite(values).any()]
-    if not columns:
+def _line_panel(chart: Chart, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The panel of a chart; None when no record has any of the metrics."""
+    lines = [line for metric, label in chart.series if (line := Line.of(records, metric, label))]
+    if not lines:
         return None
-    steps = _thin(np.array([float(record["step"]) for record in records]))
-    figure, axes = _axes(chart.wide, steps)
-    for (_, raw), colour in zip(columns, COLOURS, strict=False):
-        values = _thin(raw)
-        axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.4, marker="o" if len(values) == 1 else "")
-        axes.plot(steps, _smooth(values), color=colour, linewidth=1.9, solid_capstyle="round")
-    axes.margins(y=0.08)
-    low, high = axes.get_ylim()
-    if high - low > 1000:
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    legend = [(label, i) for i, (label, _) in enumerate(columns)] if len(columns) > 1 else []
-    label, values = columns[0]
-    first, last = values[np.isfinite(values)][[0, -1]]
-    return {
-        "title": chart.title, "text": chart.text, "wide": chart.wide, "legend": legend,
-        "ends": f"{label} {_short(first)} → {_short(last)}", "svg": to_svg(figure, chart.title),
-    }  # fmt: skip
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return panel(chart.title, chart.text, lines, chart.wide, lines[0].ends)
 
 
 def _phase_panel(records: Sequence[Mapping[str, Any]], wide: bool) -> dict[str, Any] | None:
     """Stacked seconds of each phase of a step; the smallest phases beyond eight are one."""
     names = dict.fromkeys(name for record in records for name in record["metrics"] if name.startswith("time/"))
-    phases = {n.removeprefix("time/"): np.nan_to_num(_column(records, n)) for n in names if n != "time/step"}
+    phases = {n.removeprefix("time/"): np.nan_to_num(column(records, n)) for n in names if n != "time/step"}
     if not phases:
         return None
     if len(phases) > _PHASES_SHOWN:
         smallest = sorted(phases, key=lambda name: phases[name].sum())[: len(phases) - _PHASES_SHOWN + 1]
         phases["other"] = np.sum([phases.pop(name) for name in smallest], axis=0)
-    steps = _thin(np.array([float(record["step"]) for record in records]))
-    figure, axes = _axes(wide, steps)
-    axes.stackplot(steps, *[_thin(v) for v in phases.values()], colors=COLOURS, alpha=0.85, linewidth=0)
+    steps = thin(np.array([float(record["step"]) for record in records]))
+    figure, axes = axes_of(wide, steps)
+    axes.stackplot(steps, *[thin(v) for v in phases.values()], colors=COLOURS, alpha=0.85, linewidth=0)
     total = np.sum(list(phases.values()), axis=0)
     # One slow step (the first compiles) would flatten all the others.
-    axes.set_ylim(0, min(_thin(total).max(), 2 * np.median(total)) * 1.08 or 1.0)
+    axes.set_ylim(0, min(thin(total).max(), 2 * np.median(total)) * 1.08 or 1.0)
     return {
         "title": "Time per phase", "text": "Seconds of a step, stacked; what is far above the rest is cut off.",
         "wide": wide, "legend": [(name.replace("_", " "), i) for i, name in enumerate(phases)],
         "ends": f"median {duration(float(np.median(total)))} per step",
         "svg": to_svg(figure, "Time per phase"),
     }  # fmt: skip
-
-
-def _axes(wide: bool, steps: np.ndarray) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(10.8, 2.3) if wide else (5.3, 2.1), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    if len(steps) > 1:
-        axes.set_xlim(steps[0], steps[-1])
-    return figure, axes

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ class PPOTrainer:
         roles: Roles,
         on_step: Callable[[dict[str, Any]], None],
         on_commit: Callable[[int], None],
+        on_phase: Callable[[int, str], None] = lambda step, phase: None,
     ) -> None:
-        """`on_step` gets each step's ledger record, `on_commit` the newest step that a checkpoint covers."""
+        """`on_step` gets each step's ledger record, `on_commit` the newest step that a checkpoint covers, `on_phase`
+        step and name of each phase as it begins."""
         self.config, self.store, self.roles = config, store, roles
-        self.on_step = on_step
+        self.on_step, self.on_phase = on_step, on_phase
         self.ledger = Ledger(store)
         self.commits = Commits(store, roles, config.trainer.keep_checkpoints, on_commit)
         weights = [source.weight for source in config.data.sources]
@@ -68,7 +71,8 @@ class PPOTrainer:
         config, roles = self.config, self.roles
         passes = config.actor.ppo_epochs + config.needs_critic * config.critic.ppo_epochs
         while self.step < until:
-            step, phase = self.step + 1, Phases()
+            step = self.step + 1
+            phase = Phases(partial(self.on_phase, step))
             with self.commits.kept():
                 batch, metrics = self.sampler.batch(step, phase)
             with phase("log_prob"):

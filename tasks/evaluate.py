@@ -1,12 +1,21 @@
-"""Stage: the held-out score of the policy at a step."""
+"""Stages: the held-out scores of the policy at a step, and of the champion on the same rows with the same seeds."""
 
-from typing import Any
+from collections.abc import Callable
 
 from rl_core import evaluation
-from rl_core.errors import TrainingError
-from rl_core.storage import step_name
-from tasks.session import current_session
+from rl_core.console import clean
+from rl_core.data.dataset import RLHFDataset
+from rl_core.errors import InputError, TrainingError
+from rl_core.model_card import folder_hash, weights_hash
+from rl_core.models.load import load_tokenizer
+from rl_core.storage import Json, Store, step_name
+from tasks.export import export
+from tasks.registry import CHAMPION
+from tasks.session import Session, current_session
 from tasks.stage import stage
+
+CHAMPION_FILE = "evaluation/champion.json"
+"""The evaluation of the champion that the run's policy was held against, with its `version`."""
 
 
 def result_file(step: int) -> str:
@@ -16,20 +25,85 @@ def result_file(step: int) -> str:
 
 @stage("evaluate", "the policy at step {0}")
 def evaluate(step: int) -> dict[str, float]:
-    """Greedy and sampled score at the step that training has reached, made once."""
+    """The scores at the step that training has reached, made once: mean of each metric."""
     session = current_session()
     if not session.store.exists(result_file(step)):
-        trainer = session.trainer
-        if trainer.step != step:
-            raise TrainingError(f"the policy to evaluate is that of step {step}, training is at step {trainer.step}")
-        result = evaluation.evaluate(session.config, session.val_rows, session.roles, session.tokenizer)
-        session.store.write_json(result_file(step), result)
-    result = session.store.read_json(result_file(step))
-    session.console.note(f"greedy {result['greedy']:.3f}  sampled {result['sampled']:.3f}  on {result['rows']} rows")
-    return {"greedy": result["greedy"], "sampled": result["sampled"]}
+
+        def made() -> Json:
+            trainer = session.trainer
+            if trainer.step != step:
+                raise TrainingError(f"the policy to evaluate is that of step {step}, training is at {trainer.step}")
+            return evaluation.evaluate(session.config, session.val_rows, session.roles, session.tokenizer)
+
+        weights = weights_hash(export(step)) if step else folder_hash(session.policy_model)
+        session.store.write_json(result_file(step), _kept(session, weights, made))
+    return _told(session, session.store.read_json(result_file(step)))
 
 
-def samples_of(step: int) -> list[dict[str, Any]]:
-    """A few held-out answers at a step that was evaluated."""
-    samples: list[dict[str, Any]] = current_session().store.read_json(result_file(step))["samples"]
-    return samples
+@stage("evaluate champion", "which version {0} is held against")
+def evaluate_champion(version: str) -> dict[str, float] | None:
+    """The scores of the champion on the run's held-out rows; None without one, and where there is nothing to decide."""
+    session = current_session()
+    if session.config.gate.mode == "off":
+        session.console.note("gate.mode is off")
+        return None
+    result = champion_result(session, version)
+    if result is None:
+        session.console.note("there is no other champion")
+        return None
+    if "problem" in result:
+        session.console.note(clean(f"version {result['version']} has no score here: {result['problem']}"))
+        return None
+    session.console.note(f"version {result['version']}")
+    return _told(session, result)
+
+
+def champion_result(session: Session, version: str) -> Json | None:
+    """The evaluation of the present champion with its `version`, made once; None when there is none or it is `version`.
+
+    Where the champion cannot be evaluated, which needs no retry, there is a `problem` instead of scores.
+    """
+    champion = session.registry.aliases().get(CHAMPION)
+    if champion in (None, version):
+        return None
+    assert champion is not None
+    kept = session.store.read_json(CHAMPION_FILE) if session.store.exists(CHAMPION_FILE) else None
+    if kept is None or kept["version"] != champion:
+        try:
+            result = _of_version(session, champion)
+        except (InputError, TrainingError) as error:
+            session.drop_workers()
+            result = {"problem": " ".join(str(error).split())}
+        session.store.write_json(CHAMPION_FILE, {"version": champion, **result})
+    result = session.store.read_json(CHAMPION_FILE)
+    return result
+
+
+def _of_version(session: Session, version: str) -> Json:
+    weights = session.registry.get(version).checkpoint or folder_hash(session.downloaded(version))
+
+    def made() -> Json:
+        folder = session.downloaded(version)
+        session.load_model(folder)
+        tokenizer = load_tokenizer(folder)
+        rows = RLHFDataset.load(session.store, "val", tokenizer, session.tools_of)
+        return evaluation.evaluate(session.config, rows, session.roles, tokenizer)
+
+    return _kept(session, weights, made)
+
+
+def _kept(session: Session, weights: str, made: Callable[[], Json]) -> Json:
+    """The evaluation of these weights out of those that all runs share, or made and put there."""
+    root = Store(session.config.storage.root or str(session.run.home / "runs"))
+    data = evaluation.rows_hash(session.val_rows.rows)
+    return evaluation.cached(root, weights, data, evaluation.settings_of(session.config), made)
+
+
+def _told(session: Session, result: Json) -> dict[str, float]:
+    scores = {metric: float(result[metric]) for metric in evaluation.METRICS}
+    low, high = result["intervals"]["greedy"]
+    session.console.note(
+        f"greedy {result['greedy']:.3f} ({low:.3f}–{high:.3f})  sampled {result['sampled']:.3f}  "
+        f"pass@k {result['pass_at_k']:.3f}  maj@k {result['maj_at_k']:.3f}  on {result['rows']} rows"
+    )
+    return scores

@@ -1,22 +1,133 @@
-"""Stage: the alias champion goes to the new version when its score allows."""
+"""Stages: the registered version loaded again, and the alias champion moved when the gate allows it."""
 
-from tasks.registry import CHAMPION, decide
-from tasks.session import current_session
+import json
+import statistics
+from typing import Any
+
+from rl_core.cluster.resources import worker_env
+from rl_core.console import clean
+from rl_core.gate import Decision, decide
+from rl_core.rollout.reload import Question, reload_test
+from rl_core.storage import Json
+from tasks.evaluate import champion_result, result_file
+from tasks.export import CANARY
+from tasks.registry import CHAMPION
+from tasks.session import Session, current_session
 from tasks.stage import stage
+
+DECISION_FILE = "evaluation/decision.json"
+RELOAD_FILE = "evaluation/reload.json"
+LAST_STEPS = 10
+"""Steps whose mean the training guards look at."""
+TAG_LENGTH = 5000
+"""Characters that MLflow keeps of a tag for certain."""
+
+PROMOTED, WAITING, REFUSED, WOULD, WOULD_NOT = "promoted", "waiting", "refused", "would promote", "would refuse"
+"""Values of a version's tag `rollforward.gate`."""
+
+
+@stage("reload", "version {0}")
+def reload(version: str, step: int) -> None:
+    """Loads the version from the registry in a process of its own, once; a failure is for the gate to judge."""
+    session = current_session()
+    config = session.config
+    if config.gate.mode == "off" or not config.gate.reload:
+        session.console.note("gate.reload is off" if config.gate.mode != "off" else "gate.mode is off")
+        return
+    if _kept(session, version) is None:
+        canary, turns = session.store.read_json(CANARY), session.store.read_json(result_file(step))["first_turns"]
+        question = Question(
+            str(session.downloaded(version)),
+            config.model.dtype,
+            config.max_length,
+            config.rollout.tensor_parallel_size,
+            config.rollout.gpu_memory_utilization,
+            canary["token_ids"],
+            canary["log_probs"],
+            turns,
+        )
+        session.drop_workers()  # its process needs their devices
+        found = reload_test(question, worker_env(config.trainer), config.trainer.call_timeout_s)
+        session.store.write_json(RELOAD_FILE, {"version": version, **found})
+    found = session.store.read_json(RELOAD_FILE)
+    session.console.note(
+        found.get("problem")
+        or f"largest difference of log-probs {found['log_prob_difference']:.1e}, of the greedy "
+        f"answers' tokens to the likeliest {found['greedy_gap']:.1e}"
+    )
 
 
 @stage("promote", "version {0}")
-def promote(version: str) -> bool:
+def promote(version: str, step: int) -> bool:
     """Decides against the present champion; returns whether the version is champion now."""
     session = current_session()
-    registry, settings = session.registry, session.config.registry
-    if not settings.promote:
-        session.console.note("registry.promote is off")
+    registry, gate = session.registry, session.config.gate
+    if gate.mode == "off":
+        session.console.note("not promoted: gate.mode is off")
         return False
-    present = registry.aliases().get(CHAMPION)
-    champion = registry.get(present) if present else None
-    promoted, reason = decide(registry.get(version), champion, settings.min_score)
-    if promoted:
+    if registry.aliases().get(CHAMPION) == version:
+        session.console.note(f"version {version} is the champion already")
+        return True
+    champion = champion_result(session, version)
+    decision = decide(
+        session.store.read_json(result_file(step)),
+        champion,
+        last_metrics(session.records()),
+        gate,
+        _reload_found(session, version),
+    )
+    for line in decision.words:
+        session.console.note(clean(line))  # it may hold the name of a data source
+    verdict = _verdict(decision, gate.approval)
+    _keep(session, version, champion["version"] if champion else None, decision, verdict)
+    if verdict == PROMOTED:
         registry.promote(version)
-    session.console.note(("promoted: " if promoted else "not promoted: ") + reason)
-    return promoted
+    session.console.note(_words(verdict, version))
+    return verdict == PROMOTED
+
+
+def last_metrics(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean of each metric over the last steps that have it."""
+    last = [record["metrics"] for record in records[-LAST_STEPS:]]
+    names = {name for metrics in last for name in metrics}
+    return {name: statistics.fmean(metrics[name] for metrics in last if name in metrics) for name in names}
+
+
+def _verdict(decision: Decision, approval: bool) -> str:
+    if decision.mode == "dry_run":
+        return WOULD if decision.promote else WOULD_NOT
+    if not decision.promote:
+        return REFUSED
+    return WAITING if approval else PROMOTED
+
+
+def _words(verdict: str, version: str) -> str:
+    return {
+        PROMOTED: f"promoted: version {version} is the champion",
+        WAITING: f"not promoted: it waits for approval: rollforward promote {version} --approve",
+        REFUSED: "not promoted: not all checks passed",
+        WOULD: "not promoted: gate.mode is dry_run; all checks passed, so it would be",
+        WOULD_NOT: "not promoted: gate.mode is dry_run; not all checks passed, so it would not be either",
+    }[verdict]
+
+
+def _keep(session: Session, version: str, champion: str | None, decision: Decision, verdict: str) -> None:
+    """The decision in the run's folder, in MLflow's run, and as tags of the version."""
+    kept = {"version": version, "champion": champion, "verdict": verdict, **decision.as_json()}
+    session.store.write_json(DECISION_FILE, kept)
+    session.tracker.log_file(json.dumps(kept, indent=1, ensure_ascii=False), "decision.json")
+    tags = {"gate_mode": decision.mode, "gate_champion": champion or "none"}
+    tags["gate_checks"] = "\n".join(decision.words)[:TAG_LENGTH]
+    session.registry.set_tags(version, {**tags, "gate": verdict})
+
+
+def _kept(session: Session, version: str) -> Json | None:
+    """What the reload of this version found, if it was tried."""
+    found = session.store.read_json(RELOAD_FILE) if session.store.exists(RELOAD_FILE) else None
+    return found if found and found["version"] == version else None
+
+
+def _reload_found(session: Session, version: str) -> Json | None:
+    config = session.config
+    found = _kept(session, version) if config.gate.reload else None
+    return found and {**found, "tolerance": config.gate.reload_tolerance or config.rollout.canary_tolerance}

@@ -1,41 +1,102 @@
-"""Stage: the trained policy as a version of the registered model."""
+"""Stage: the trained policy, with its model card, as a version of the registered model."""
 
-from rl_core.config.compose import config_hash
-from rl_core.storage import step_name
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prefect.runtime import flow_run
+
+from rl_core.config.compose import config_hash, flatten
+from rl_core.model_card import CARD, folder_hash, render_card, weights_hash
+from rl_core.storage import Json
+from tasks.evaluate import result_file
+from tasks.export import export, export_folder
+from tasks.lineage import ALSO, with_tag
 from tasks.registry import CANDIDATE
-from tasks.runs import code_version
-from tasks.session import current_session
+from tasks.runs import code_version, package_versions
+from tasks.session import Session, current_session
 from tasks.stage import stage
+
+LINEAGE = {
+    "run": "run", "kept in": "store", "config hash": "config_hash", "code": "code_version", "MLflow run": "mlflow_run",
+}  # fmt: skip
+"""Titles of the card for tags of the version."""
 
 
 @stage("register", "the policy at step {0}")
 def register(step: int, data_hash: str, before: dict[str, float], after: dict[str, float]) -> str:
     """Exports the policy, registers it once, and points the alias `candidate` at it; returns the version."""
     session = current_session()
-    folder = f"export/{step_name(step)}"
-    if session.store.read_manifest(folder) is None:
-        trainer = session.trainer
-        assert trainer.step == step
-        session.roles.actor.export(session.store, folder)
-        session.store.commit_folder(folder, {"step": step})
-    manifest = session.store.read_manifest(folder)
-    assert manifest is not None
-    tags = {
-        "run": session.run.name,
-        "step": str(step),
-        "config_hash": config_hash(session.config),
-        "data_hash": data_hash,
-        "code_version": code_version(),
-    }
+    manifest, tags = export(step), _tags(session, step, data_hash)
+    evaluations = [session.store.read_json(result_file(each)) for each in (0, step)]
+    manifest = _with_card(session, manifest, tags, *evaluations)
     metrics = {
         "score_before": before["greedy"],
         "score_after": after["greedy"],
         "sampled_before": before["sampled"],
         "sampled_after": after["sampled"],
     }
-    version = session.registry.register(
-        session.local_copy(folder), session.tracker.run_id, manifest["sha256"], tags, metrics
-    )
+    if interval := evaluations[1].get("intervals", {}).get("greedy"):
+        metrics |= {"score_low": interval[0], "score_high": interval[1]}
+    folder = session.local_copy(export_folder(step))
+    version = session.registry.register(folder, session.tracker.run_id, weights_hash(manifest), tags, metrics)
     session.registry.set_alias(CANDIDATE, version)
-    session.console.note(f"{session.config.registry.model_name} version {version}")
+    words, made_by = f"{session.registry.name} version {version}", session.registry.get(version).run
+    if made_by != session.run.name:
+        session.registry.set_tags(version, {ALSO + session.run.name: str(step)})
+        words += f", which run {made_by} has made: the weights are the same"
+    session.console.note(words)
     return version
+
+
+def _tags(session: Session, step: int, data_hash: str) -> dict[str, str]:
+    parent_hash = folder_hash(session.base_model)
+    # A base model that is a version of this MLflow is known by its weights, wherever its folder came from.
+    versions = with_tag(session.tracking_uri, "checkpoint", parent_hash)
+    own = [name for name in versions if name.startswith(f"models:/{session.registry.name}/")]
+    return {
+        "run": session.run.name,
+        "step": str(step),
+        "recipe": session.run.composed.recipe,
+        "config_hash": config_hash(session.config),
+        "data_hash": data_hash,
+        "code_version": code_version(),
+        "parent": [*own, *versions, session.config.model.path][0],
+        "parent_hash": parent_hash,
+        "flow_run": str(flow_run.id),
+        "mlflow_run": session.tracker.run_id,
+        "packages": json.dumps(package_versions()),
+        "store": session.run.url,
+    }
+
+
+def _with_card(
+    session: Session, manifest: Json, tags: Mapping[str, str], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Json:
+    """Writes the card into the export and commits that again, unless the same card is committed there already."""
+    config, origins, folder = session.config, session.run.composed.origins, export_folder(int(tags["step"]))
+    facts = {
+        "name": config.registry.model_name,
+        "base": "A small offline model" if tags["parent"] == "tiny" else tags["parent"],
+        "step": int(tags["step"]),
+        "recipe": tags["recipe"],
+        "settings": {key: value for key, value in flatten(config).items() if origins.get(key, "default") != "default"},
+        "lineage": {
+            "weights": weights_hash(manifest),
+            "trained from": f"{tags['parent']}, weights {tags['parent_hash']}",
+            **{title: tags[key] for title, key in LINEAGE.items()},
+            "packages": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
+        },
+        "prompt_length": config.data.max_prompt_length,
+        "response_length": config.data.max_response_length,
+        "seed": config.trainer.seed,
+    }
+    rows = session.store.read_manifest("data")
+    assert rows is not None
+    card = render_card(facts, before, after, rows["meta"], session.records()).encode()
+    committed = {file["path"]: file["sha256"] for file in manifest["files"]}
+    if committed.get(CARD) == hashlib.sha256(card).hexdigest():
+        return manifest
+    session.store.write_bytes(f"{folder}/{CARD}", card)
+    return session.store.commit_folder(folder, manifest["meta"])

@@ -1,19 +1,30 @@
 """Model versions in MLflow's registry: one version a checkpoint, moved by aliases, downloaded as a plain HF folder."""
 
+import getpass
+import hashlib
+import json
 import os
+import socket
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import InputError
+from rl_core.errors import InputError, TransientError
+from tasks.events import emit
 from tasks.tracking import mlflow_client, mlflow_errors
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
+WAITING, REFUSED, APPROVED = "waiting", "refused", "approved"
+"""What the tag `gate` says of a version that needs a person's word; everything else may be promoted."""
 TAG_PREFIX = "rollforward."
 _CHECKPOINT = TAG_PREFIX + "checkpoint"
+_ATTEMPT = TAG_PREFIX + "attempt"
+_MODEL = TAG_PREFIX + "mlflow_model"
+_MOVE = TAG_PREFIX + "move."
 
 
 @dataclass(frozen=True)
@@ -28,23 +39,20 @@ class VersionInfo:
     score_after: float | None
     created: datetime
     checkpoint: str | None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """All tags of Rollforward, without their prefix."""
 
 
-def decide(candidate: VersionInfo, champion: VersionInfo | None, min_score: float) -> tuple[bool, str]:
-    """Whether the candidate becomes champion, and why in words: good enough and not below the present champion."""
-    score = candidate.score_after
-    if score is None:
-        return False, f"version {candidate.version} has no score"
-    if score < min_score:
-        return False, f"score {score:.3f} is below registry.min_score {min_score:.3f}"
-    if champion is None:
-        return True, f"score {score:.3f} and there is no champion yet"
-    if champion.version == candidate.version:
-        return True, f"version {candidate.version} is the champion already"
-    if champion.score_after is None:
-        return True, f"score {score:.3f} and the champion, version {champion.version}, has no score"
-    words = f"score {score:.3f} against {champion.score_after:.3f} of the champion, version {champion.version}"
-    return score >= champion.score_after, words
+@dataclass(frozen=True)
+class Move:
+    """The alias champion went from the version `before` to `version`."""
+
+    at: str
+    """Time in UTC, as `2026-01-31T12:00:00.000000Z`."""
+    version: str
+    before: str | None
+    why: str
+    by: str
 
 
 def only_model(uri: str) -> str:
@@ -87,16 +95,25 @@ class Registry:
                 where=str(folder),
                 fix="export the checkpoint again by running the same command with --resume",
             )
+        version = self.once(
+            checkpoint_hash, lambda tag: self._create(folder, run_id, checkpoint_hash, {**tags, **metrics}, tag)
+        )
+        with mlflow_errors(self.uri):
+            self._log_metrics(run_id, metrics)
+        return version
+
+    def once(self, checkpoint_hash: str, create: Callable[[Mapping[str, str]], None]) -> str:
+        """The version of this checkpoint; where there is none, `create` makes it, with the tags that it is given."""
         with mlflow_errors(self.uri):
             found = self._with_checkpoint(checkpoint_hash)
             if not found:
-                own = self._create(folder, run_id, checkpoint_hash, {**tags, **metrics})
+                attempt = uuid.uuid4().hex
+                create({_CHECKPOINT: checkpoint_hash, _ATTEMPT: attempt})
                 found = self._with_checkpoint(checkpoint_hash)
                 # Of processes that raced here all keep the lowest version, and each removes what it added above it.
                 for version in found[1:]:
-                    if version.source == own:
+                    if version.tags.get(_ATTEMPT) == attempt:
                         self._client.delete_model_version(self.name, str(version.version))
-            self._log_metrics(run_id, metrics)
         return str(found[0].version)
 
     def aliases(self) -> dict[str, str]:
@@ -154,15 +171,116 @@ class Registry:
             os.replace(target, to)
         return to
 
-    def promote(self, version_or_alias: str) -> tuple[str | None, str]:
-        """Make the version champion and its forerunner `previous`; returns both versions (old, new)."""
-        new = self.get(version_or_alias).version
-        old = self.aliases().get(CHAMPION)
+    def local_folder(self, version_or_alias: str, cache: Path) -> Path:
+        """The model's files as a folder below `cache`, downloaded on first use; do not change what is in it."""
+        info = self.get(version_or_alias)
+        key = info.checkpoint or hashlib.sha256(f"{self.uri} {self.name} {info.version}".encode()).hexdigest()
+        folder = cache / "versions" / key[:32]
+        if not folder.exists():
+            try:
+                self.download(info.version, folder)
+            except (InputError, TransientError):
+                if not folder.exists():  # another process was faster
+                    raise
+        return folder
+
+    def promote(self, version_or_alias: str, why: str = "promoted") -> tuple[str | None, str]:
+        """Make the version champion and its forerunner `previous`; returns both versions (old, new).
+
+        Repeating it changes nothing. MLflow has no compare-and-set, so of two processes that promote at once the last
+        one wins, and the other raises `TransientError` when it reads that; a retry then promotes on top of it.
+        """
+        new, aliases = self.get(version_or_alias).version, self.aliases()
+        old = aliases.get(CHAMPION)
         if old != new:
             if old is not None:
                 self.set_alias(PREVIOUS, old)
-            self.set_alias(CHAMPION, new)
+            self._make_champion(new)
+        moves = self.moves()
+        if not moves or moves[-1].version != new:  # also when an earlier attempt ended between alias and record
+            self._record(new, old if old != new else aliases.get(PREVIOUS), why, "rollforward.promoted")
         return old, new
+
+    def rollback(self) -> tuple[str, str]:
+        """Make `previous` the champion and the champion `previous`; returns both versions (old, new).
+
+        Doing it twice is back where it began. The version that is left gets the tag `rolled_back` with the time. Raises
+        `InputError` when there is no version to go back to.
+        """
+        aliases = self.aliases()
+        old, new = aliases.get(CHAMPION), aliases.get(PREVIOUS)
+        if old is None or new is None or old == new:
+            raise InputError(
+                expected=f"two versions of {self.name} with the aliases {CHAMPION} and {PREVIOUS}",
+                seen=", ".join(f"{alias} is version {version}" for alias, version in sorted(aliases.items())) or "none",
+                where=f"MLflow at {self.uri}",
+                fix="name the version that shall be champion: `rollforward promote VERSION`",
+            )
+        self._make_champion(new)
+        self.set_alias(PREVIOUS, old)
+        self.set_tags(old, {"rolled_back": _now()})
+        self._record(new, old, "rolled back", "rollforward.rolled_back")
+        return old, new
+
+    def promote_by_hand(
+        self, version_or_alias: str, approve: bool = False, force: bool = False
+    ) -> tuple[str | None, str]:
+        """Promote as a person says; returns both versions (old, new).
+
+        `approve` is the word that a version waits for whose gate asks for a person's; `force` overrules a gate that has
+        refused, and the version's tag `forced` says so. Raises `InputError` when the one that is needed is not given,
+        and for an approval that nothing waits for.
+        """
+        info = self.get(version_or_alias)
+        verdict = info.tags.get("gate")
+        if approve and verdict not in (WAITING, APPROVED):
+            raise self._gate_error(info, "a version that waits for approval", f"rollforward promote {info.version}")
+        if verdict == WAITING and not approve:
+            raise self._gate_error(info, "--approve", f"rollforward promote {info.version} --approve")
+        if verdict == REFUSED and not force:
+            fix = f"`rollforward lineage {info.version}` shows it; --force promotes it all the same"
+            raise self._gate_error(info, "a version that the gate has not refused, or --force", fix)
+        why = "approved" if approve else "forced against the gate" if verdict == REFUSED else "promoted by hand"
+        moved = self.promote(info.version, why)
+        if approve and verdict == WAITING:
+            self.set_tags(info.version, {"gate": APPROVED, "approved": f"{_now()} by {_who()}"})
+        elif verdict == REFUSED:
+            self.set_tags(info.version, {"forced": f"{_now()} by {_who()}"})
+        return moved
+
+    def approve(self, version_or_alias: str) -> tuple[str | None, str]:
+        """Promote a version that waits for a person's approval; returns both versions (old, new)."""
+        return self.promote_by_hand(version_or_alias, approve=True)
+
+    def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
+        """Set tags of a version, which get the prefix `rollforward.`."""
+        with mlflow_errors(self.uri):
+            for key, value in tags.items():
+                self._client.set_model_version_tag(self.name, version, TAG_PREFIX + key, value)
+
+    def moves(self) -> list[Move]:
+        """Every move of the alias champion, oldest first."""
+        with mlflow_errors(self.uri):
+            found = self._client.search_registered_models(f"name = '{self.name}'", max_results=1)
+        tags = found[0].tags if found else {}
+        return [Move(**json.loads(tags[key])) for key in sorted(tags) if key.startswith(_MOVE)]
+
+    def _gate_error(self, info: VersionInfo, expected: str, fix: str) -> InputError:
+        seen = f"its tag `gate` is {info.tags.get('gate', 'not there')}"
+        return InputError(expected, seen, f"version {info.version} of {self.name}", fix)
+
+    def _make_champion(self, version: str) -> None:
+        self.set_alias(CHAMPION, version)
+        seen = self.aliases().get(CHAMPION)
+        if seen != version:
+            raise TransientError(f"another process made version {seen} of {self.name} champion at the same time")
+
+    def _record(self, version: str, before: str | None, why: str, event: str) -> None:
+        """Keeps the move as a tag of its own: a list in one tag would lose moves of two processes at once."""
+        move = Move(_now(), version, before, why, _who())
+        with mlflow_errors(self.uri):
+            self._client.set_registered_model_tag(self.name, _MOVE + move.at, json.dumps(asdict(move)))
+        emit(event, self.name, asdict(move))
 
     def _search(self, condition: str) -> list[Any]:
         """Versions that fulfil the condition too, lowest first."""
@@ -178,19 +296,23 @@ class Registry:
     def _with_checkpoint(self, checkpoint_hash: str) -> list[Any]:
         return self._search(f" AND tags.`{_CHECKPOINT}` = '{checkpoint_hash}'")
 
-    def _create(self, folder: Path, run_id: str, checkpoint_hash: str, tags: Mapping[str, object]) -> str:
-        """Upload the folder and make a version of it; returns the version's source, which no other version has."""
+    def _create(
+        self, folder: Path, run_id: str, checkpoint_hash: str, facts: Mapping[str, object], tags: Mapping[str, str]
+    ) -> None:
+        """Upload the folder and make a version of it."""
         experiment = self._client.get_run(run_id).info.experiment_id
-        all_tags = {_CHECKPOINT: checkpoint_hash, **{TAG_PREFIX + key: str(value) for key, value in tags.items()}}
+        all_tags = {**{TAG_PREFIX + key: str(value) for key, value in facts.items()}, **tags}
         model = self._client.create_logged_model(experiment, source_run_id=run_id, tags=all_tags)
         self._client.log_model_artifacts(model.model_id, str(folder))
         self._client.finalize_logged_model(model.model_id, "READY")
-        self._ensure_registered_model()
         # The location itself, not models:/<id>: SQLite resolves that by MLflow's global tracking URI, not the client's.
-        self._client.create_model_version(
-            self.name, model.artifact_location, run_id, tags=all_tags, model_id=model.model_id
-        )
-        return str(model.artifact_location)
+        self.create_version(model.artifact_location, run_id, {**all_tags, _MODEL: model.model_id})
+
+    def create_version(self, source: str, run_id: str | None, tags: Mapping[str, str]) -> None:
+        """Make a version of files that MLflow has; `tags` have their prefixes and say which logged model they are."""
+        self._ensure_registered_model()
+        # A server takes a source inside a logged model only with that model's id.
+        self._client.create_model_version(self.name, source, run_id, tags=dict(tags), model_id=tags.get(_MODEL))
 
     def _ensure_registered_model(self) -> None:
         from mlflow.exceptions import MlflowException
@@ -229,4 +351,16 @@ def _info(version: Any, aliases: Mapping[str, str]) -> VersionInfo:
         score_after=score("score_after"),
         created=datetime.fromtimestamp(version.creation_timestamp / 1000, tz=UTC),
         checkpoint=tag("checkpoint"),
+        tags={key.removeprefix(TAG_PREFIX): value for key, value in version.tags.items() if key.startswith(TAG_PREFIX)},
     )
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # names of tags may not have a `+`
+
+
+def _who() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"{os.getuid()}@{socket.gethostname()}"

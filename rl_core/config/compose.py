@@ -24,9 +24,9 @@ Scalar = str | int | float | bool | None
 
 RECIPES = Path(__file__).parent / "recipes"
 
-# Where a run is kept, who watches it and how hard it tries change nothing that is learned. They are left out of a
-# run's identity, so that a run can be resumed with another value of them.
-RUN_CONTROL_SECTIONS = ("storage.", "tracking.", "registry.")
+# Where a run is kept, who watches it, what is promoted and how hard it tries change nothing that is learned. They are
+# left out of a run's identity, so that a run can be resumed with another value of them.
+RUN_CONTROL_SECTIONS = ("storage.", "tracking.", "registry.", "gate.")
 RUN_CONTROL_KEYS = frozenset(
     {
         "trainer.segment_steps",

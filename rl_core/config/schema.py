@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rl_core.config.data import DataConfig, SourceConfig
+from rl_core.config.gate import EvaluationConfig, GateConfig, gate_checks
 from rl_core.config.learning import (
     GROUP_ESTIMATORS,
     ActorConfig,
@@ -28,6 +29,8 @@ __all__ = [
     "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
+    "EvaluationConfig",
+    "GateConfig",
     "OptimConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -133,20 +136,9 @@ class TrainerConfig(Section):
     """Tries of each stage when workers are lost or storage fails."""
 
 
-class EvaluationConfig(Section):
-    sampled_n: int = Field(4, ge=1)
-    """Sampled responses per held-out prompt."""
-    temperature: float = Field(1.0, gt=0)
-    """Temperature of the sampled score."""
-
-
 class RegistryConfig(Section):
     model_name: str = "rollforward"
     """Registered model in MLflow that versions of this run belong to."""
-    promote: bool = True
-    """Move the alias champion to the new version when its score is not below the champion's."""
-    min_score: float = 0.0
-    """Score (greedy, 0 to 1) below which nothing becomes champion."""
 
 
 class TrackingConfig(Section):
@@ -179,6 +171,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    gate: GateConfig = GateConfig()
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
     storage: StorageConfig = StorageConfig()
@@ -341,20 +334,11 @@ class RunConfig(Section):
             ),
         ]
 
-    @model_validator(mode="after")
-    def _combinations(self) -> "RunConfig":
-        batch, mini, n = self.data.train_batch_size, self.mini_batch_size, self.rollout.n
-        checks: list[tuple[object, str]] = [
-            *self._layout_checks(),
-            (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
-            *self._rollout_checks(),
+    def _learning_checks(self) -> list[tuple[object, str]]:
+        """What has to hold of advantages and losses, each with the words for when it does not."""
+        return [
             (
-                self.reward.function != "none" or self.reward.model.path or self.reward.further or self.multi_turn,
-                "reward.function=none leaves the scoring to others and needs reward.model.path, reward.further, or "
-                "tools or an environment that give rewards",
-            ),
-            (
-                self.algorithm.estimator not in GROUP_ESTIMATORS or n > 1,
+                self.algorithm.estimator not in GROUP_ESTIMATORS or self.rollout.n > 1,
                 f"algorithm.estimator={self.algorithm.estimator} compares responses of one prompt and needs rollout.n "
                 "of at least 2",
             ),
@@ -389,7 +373,23 @@ class RunConfig(Section):
                 self.correction.reject_bounds[0] < self.correction.reject_bounds[1],
                 "the lower one of correction.reject_bounds comes first",
             ),
+        ]
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "RunConfig":
+        batch, mini = self.data.train_batch_size, self.mini_batch_size
+        checks: list[tuple[object, str]] = [
+            *self._layout_checks(),
+            (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
+            *self._rollout_checks(),
+            (
+                self.reward.function != "none" or self.reward.model.path or self.reward.further or self.multi_turn,
+                "reward.function=none leaves the scoring to others and needs reward.model.path, reward.further, or "
+                "tools or an environment that give rewards",
+            ),
+            *self._learning_checks(),
             *self._data_checks(),
+            *gate_checks(self.evaluation, self.gate, self.needs_reference),
         ]
         problems = [message for fine, message in checks if not fine]
         if problems:

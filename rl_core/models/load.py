@@ -21,6 +21,9 @@ from rl_core.models.attention import ATTENTION, Layout, to_device
 from rl_core.models.log_probs import ChunkedLogProbs
 from rl_core.models.sequence_parallel import SequenceParallel
 
+_NO_SHAPE = {"_name_or_path", "architectures", "dtype", "transformers_version"}
+"""Entries of a config that do not change with the architecture."""
+
 
 def check_model_folder(path: str) -> Path:
     """The folder of a Hugging Face checkpoint; InputError when it is not one."""
@@ -62,6 +65,19 @@ def check_shape(path: str | Path, max_length: int, tensor_parallel_size: int) ->
             where,
             "set another rollout.tensor_parallel_size",
         )
+
+
+def same_shape(a: Path, b: Path) -> bool:
+    """Whether the weights of one checkpoint may take the place of the other's in live workers: the architecture, and
+    what prompts and answers are read with, are the same."""
+
+    def shape(folder: Path) -> list[object]:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+        config = {key: value for key, value in config.items() if key not in _NO_SHAPE}
+        files = [folder / name for name in ("tokenizer.json", "chat_template.jinja")]
+        return [config, *(file.read_bytes() if file.is_file() else None for file in files)]
+
+    return shape(a) == shape(b)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -8,9 +8,8 @@ import torch
 from rl_core.models.lora import save_adapters
 from rl_core.rollout.canary import canary_of
 from rl_core.rollout.engine import RolloutEngine
+from rl_core.rollout.shared_memory import ADAPTER_PREFIX, SHARED_MEMORY
 from rl_core.training.engine import DTYPES, TrainEngine
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class ShardingManager:
@@ -52,7 +51,8 @@ class ShardingManager:
     def _push_adapter(self, version: int) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.actor.adapter_parameters()}
         # A folder in memory where there is one.
-        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as place:
+        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix=ADAPTER_PREFIX, dir=memory) as place:
             folder = Path(place) / "adapter"
             save_adapters(self.actor.model, weights, self.actor.source, folder)
             self.rollout.update_adapter(folder, version)

@@ -20,9 +20,9 @@ from rl_core.errors import TrainingError
 from rl_core.models.load import empty_causal_lm
 from rl_core.rollout.engine import Completion, Sampling
 from rl_core.rollout.requests import Requests
+from rl_core.rollout.shared_memory import SHARED_MEMORY, VLLM_PATTERN
 
 GIB = 1024**3
-SHARED_MEMORY = Path("/dev/shm")
 CAPTURED = 512
 """Sequences up to which vLLM captures CUDA graphs by itself; larger batches would decode at half the speed."""
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM reserves memory
@@ -200,7 +200,7 @@ def _remove_shared_memory() -> None:
     """Removes what engines of several ranks that were killed left on a CPU: vLLM's name for it is always the same, so a
     machine can have one such engine at a time."""
     dist.barrier()  # no rank of this engine has made its own yet
-    for left in SHARED_MEMORY.glob("*cpushm*"):
+    for left in SHARED_MEMORY.glob(VLLM_PATTERN):
         left.unlink(missing_ok=True)
     dist.barrier()
 

@@ -12,7 +12,7 @@ from rl_core.algorithms.registry import Registry
 from rl_core.config.compose import compose, flatten, recipe_names
 
 PAGE = "algorithms"
-TASKS = {"demo", "gsm8k", "learn_copy", "tools"}
+TASKS = {"demo", "gsm8k", "learn_copy", "reasoning", "tools"}
 FAMILIES = sorted(set(recipe_names()) - TASKS)
 SECTIONS = {"Advantage estimators": ESTIMATORS, "Policy losses": POLICY_LOSSES}
 

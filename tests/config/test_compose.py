@@ -60,7 +60,7 @@ def test_recipe_files_build_on_recipes_and_on_files_beside_them(tmp_path: Path) 
         ("actor.optim.lr=1", "actor.optim.lr", 1.0),
         ("actor.mini_batch_size=null", "actor.mini_batch_size", None),
         ("actor.mini_batch_size=", "actor.mini_batch_size", None),
-        ("registry.promote=false", "registry.promote", False),
+        ("gate.mode=off", "gate.mode", "off"),
         ("registry.model_name=no", "registry.model_name", "no"),
         ("registry.model_name=2026-01-01", "registry.model_name", "2026-01-01"),
         ("registry.model_name='12'", "registry.model_name", "12"),
@@ -93,7 +93,7 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("actor.optim.lr=.nan", ["a number above 0"]),
         ("actor.optim.betas=[0.9]", ["a list of 2 numbers"]),
         ("model.dtype=int8", ["one of float32, bfloat16", "int8"]),
-        ("registry.promote=1", ["true or false"]),
+        ("gate.approval=1", ["true or false"]),
         ("registry.model_name=12", ["text", "registry.model_name='\"12\"'"]),
         ("data.source=[x", ["valid YAML", "data.source=[x"]),
         ("data.drop=[x]", ["a list out of malformed, overlong"]),
@@ -106,6 +106,7 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("rollout={tensor_parallel_size: 3, ranks_per_node: 3}", ["=3 must divide model.tiny.heads="]),
         ("rollout={mode: async, ranks_per_node: 1, top_p: 0.9}", ["compare log-probs", "set rollout.top_p=1"]),
         ("rollout={mode: async, ranks_per_node: 1, log_probs: false}", ["set rollout.log_probs=true"]),
+        ("evaluation.refusal_pattern='('", ["no regular expression", "evaluation.refusal_pattern (override)"]),
         ("actor.mini_batch_size=7", ["must divide", "data.train_batch_size (recipe demo)"]),
     ],
 )
@@ -114,6 +115,12 @@ def test_a_wrong_override_is_explained(override: str, words: list[str]) -> None:
         compose("demo", [override])
     missing = [word for word in words if word not in str(caught.value)]
     assert not missing, f"{missing} not in:\n{caught.value}"
+
+
+def test_a_guard_on_a_kl_that_is_not_measured_is_refused() -> None:
+    assert compose("demo", ["gate.max_kl=1"]).config.gate.max_kl == 1
+    with pytest.raises(InputError, match=r"gate.max_kl \(override\), actor.kl_loss_coef \(override\)"):
+        compose("demo", ["gate.max_kl=1", "actor.kl_loss_coef=0"])
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -170,7 +177,7 @@ def test_the_hash_ignores_run_control_only() -> None:
     control = [
         "storage.root=/x", "tracking.uri=http://localhost:1", "registry.model_name=x", "trainer.segment_steps=1",
         "trainer.save_every=2", "trainer.keep_checkpoints=9", "trainer.max_attempts=1", "trainer.call_timeout_s=1",
-        "reward.processes=2", "reward.timeout_s=1",
+        "reward.processes=2", "reward.timeout_s=1", "gate.mode=off",
     ]  # fmt: skip
     for override in control:
         assert config_hash(compose("demo", [override]).config) == config_hash(base), override

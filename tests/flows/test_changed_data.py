@@ -15,7 +15,8 @@ def write(path: Path, numbers: range) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def test_changed_files_stop_a_resumed_run_unless_it_keeps_its_data(home: Path, tmp_path: Path) -> None:
+def test_changed_files_stop_a_resumed_run_unless_it_keeps_its_data(tmp_path: Path) -> None:
+    home = tmp_path / "home"  # the demo's model has its versions from the demo alone
     train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
     write(train, range(100, 140))
     write(held_out, range(200, 208))

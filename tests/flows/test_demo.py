@@ -1,6 +1,7 @@
 """What README promises of `make demo`: a small model learns, is registered, becomes champion, and loads anywhere."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import ModelCard
 from support_flows import Result, environment, rollforward
+
+from rl_core.data.store import StoredRows
+from rl_core.model_card import weights_hash
+from rl_core.storage import Store
 
 LINES = re.compile(r"^($|▸ |✓ |  \S|Run |Model )")
 
@@ -37,12 +43,14 @@ def test_the_model_learns(home: Path, steps: int) -> None:
 
 
 def test_it_takes_less_than_five_minutes(demo: Result) -> None:
-    assert demo.seconds < 300, demo.output
+    # Beside other tests it has half of the machine.
+    assert demo.seconds < (600 if "PYTEST_XDIST_WORKER" in os.environ else 300), demo.output
 
 
 def test_a_person_sees_stages_one_line_a_step_and_a_table(demo: Result, steps: int) -> None:
     stages = re.findall(r"^✓ ([a-z ]+?)  ", demo.output, re.MULTILINE)
-    wanted = ["prepare data", "warm start", "evaluate", "train", "evaluate", "register", "promote", "report"]
+    wanted = ["prepare data", "warm start", "evaluate", "train", "evaluate"]
+    wanted += ["register", "evaluate champion", "reload", "promote", "report"]
     assert [s for i, s in enumerate(stages) if i == 0 or stages[i - 1] != s] == wanted
     lines = re.findall(r"^  step +(\d+)/\d+  reward .+  kl .+  len .+ tok/s  left \S+$", demo.output, re.MULTILINE)
     assert [int(number) for number in lines] == list(range(1, steps + 1))
@@ -58,6 +66,12 @@ def test_a_person_sees_stages_one_line_a_step_and_a_table(demo: Result, steps: i
     ):
         assert word in demo.output
     assert "candidate, champion" in demo.output
+
+
+def test_its_status_says_that_it_has_finished(home: Path, steps: int) -> None:
+    status = json.loads(rollforward(home, "status", run_folder(home).name, "--json").output)
+    assert (status["state"], status["step"], status["stage"]) == ("finished", steps, "report")
+    assert status["seconds_per_step"] > 0 and status["reward"] > 0.5
 
 
 def test_libraries_are_quiet(demo: Result) -> None:
@@ -86,6 +100,7 @@ def test_mlflow_has_parameters_every_step_once_and_the_report(home: Path, steps:
     (run,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name.startswith("demo-")]
     assert run.info.status == "FINISHED"
     assert run.data.params["algorithm.estimator"] == "grpo"
+    assert re.search(r"greedy 0\.\d+ → 0\.\d+", run.data.tags["mlflow.note.content"])
     for metric in ("reward/mean", "actor/entropy", "response_length/mean", "kl/canary", "time/rollout"):
         history = client.get_metric_history(run.info.run_id, metric)
         assert [point.step for point in history] == list(range(1, steps + 1))
@@ -100,9 +115,22 @@ def test_the_version_says_where_it_comes_from(home: Path, steps: int) -> None:
     assert set(aliases) == {"candidate", "champion"}
     tags = client.get_model_version("rollforward-demo", aliases["champion"]).tags
     manifest = json.loads((run_folder(home) / f"export/step_{steps:06d}/manifest.json").read_text())
-    assert tags["rollforward.checkpoint"] == manifest["sha256"]
+    assert tags["rollforward.checkpoint"] == weights_hash(manifest)
     assert tags["rollforward.step"] == str(steps)
-    assert {"rollforward.run", "rollforward.config_hash", "rollforward.data_hash"} <= tags.keys()
+    shown = rollforward(home, "lineage", aliases["champion"], "--model", "rollforward-demo", "--json")
+    (facts,) = json.loads(shown.output)
+    assert facts["missing"] == [] and [parent["name"] for parent in facts["parents"]] == ["tiny"]
+    assert facts["rollouts"]["steps"] == steps and facts["data"]["data_hash"] == facts["tags"]["data_hash"]
+    assert facts["evaluation"]["after"]["greedy"] == float(facts["tags"]["score_after"])
+    assert {"config_hash", "code_version", "packages", "flow_run", "mlflow_run", "recipe"} <= facts["tags"].keys()
+
+
+def test_the_export_has_a_model_card_that_its_manifest_covers(home: Path, steps: int) -> None:
+    export = run_folder(home) / f"export/step_{steps:06d}"
+    card = ModelCard.load(export / "README.md")
+    greedy = {result.metric_type: result.metric_value for result in card.data.eval_results}["greedy"]
+    assert greedy == evaluation(home, steps)["greedy"] and "sort\\_digits" in card.text
+    assert Store(str(export)).verify("") == []
 
 
 def champion(home: Path, tmp_path: Path) -> Path:
@@ -112,7 +140,7 @@ def champion(home: Path, tmp_path: Path) -> Path:
 
 
 def held_out(home: Path) -> tuple[list[str], list[str]]:
-    rows = pq.read_table(run_folder(home) / "data/val.parquet").to_pylist()
+    rows = StoredRows(Store(str(run_folder(home))), "val")
     return [row["prompt"][0]["content"] for row in rows], [row["reward_model"]["ground_truth"] for row in rows]
 
 
@@ -164,7 +192,10 @@ def test_the_example_of_the_readme_loads_the_champion(home: Path, steps: int) ->
 
 def test_models_and_promote_show_and_move_aliases(home: Path, demo: Result, small: Result) -> None:
     assert small.code == 0, small.output
-    assert "not promoted: " in small.output
+    assert "✗ better: " in small.output and "not promoted: " in small.output
+    held_against = json.loads((run_folder(home, "small") / "evaluation/champion.json").read_text())
+    assert held_against["version"] == "1" and held_against["rows"] == 32
+    assert held_against["greedy"] >= 0.9, "the champion's weights took the place of the run's own"
     which = ("--model", "rollforward-demo")
     listed = rollforward(home, "models", *which).output
     assert re.search(r"version 1 .*champion", listed) and re.search(r"version 2 .*candidate", listed)

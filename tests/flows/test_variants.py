@@ -101,7 +101,8 @@ def control(home: Path) -> tuple[float, float]:
     """Sampled score before and after the demo with each reward handed to another prompt."""
     done = rollforward(home, "run", "demo", "--run", "control", "reward.shuffle_control=true", "trainer.steps=60")
     assert done.code == 0, done.output
-    scores = [json.loads(file.read_text())["sampled"] for file in sorted((home / "runs/control/evaluation").iterdir())]
+    files = sorted((home / "runs/control/evaluation").glob("step_*.json"))
+    scores = [json.loads(file.read_text())["sampled"] for file in files]
     return scores[0], scores[1]
 
 

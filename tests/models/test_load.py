@@ -1,4 +1,5 @@
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rl_core.models.load import (
     check_shape,
     empty_causal_lm,
     load_tokenizer,
+    same_shape,
     stop_tokens,
 )
 from rl_core.models.tiny import SPECIAL_TOKENS, build_tokenizer
@@ -128,3 +130,25 @@ def test_a_value_is_that_of_the_state_before_the_token(tiny_model: Path) -> None
     assert torch.equal(before[:4], after[:4])
     assert (before[4:8] != after[4:8]).all()
     assert torch.equal(before[8:], after[8:])
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "same"),
+    [
+        ("config.json", {"dtype": "bfloat16", "_name_or_path": "elsewhere"}, True),
+        ("model.safetensors", None, True),
+        ("config.json", {"intermediate_size": 7}, False),
+        ("tokenizer.json", {"added": 1}, False),
+        ("chat_template.jinja", None, False),
+    ],
+)
+def test_weights_may_change_places_between_models_of_one_shape(
+    tiny_model: Path, tmp_path: Path, file: str, change: dict[str, object] | None, same: bool
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    if change is None:
+        (other / file).write_bytes(b"other")
+    else:
+        (other / file).write_text(json.dumps(json.loads((other / file).read_text()) | change))
+    assert same_shape(tiny_model, other) is same

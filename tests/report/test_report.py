@@ -1,12 +1,12 @@
 import io
 import math
 import re
-from html.parser import HTMLParser
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support_pages import Page
 
 from rl_core.report import MAX_SAMPLES, render_report, scoring_rows
 
@@ -25,25 +25,6 @@ TITLES = [
     "Score and reward", "Mismatch of rollout and trainer", "KL to the reference", "Entropy", "Response length",
     "Gradient norm", "Learning rate", "Throughput", "Time per phase",
 ]  # fmt: skip
-
-
-class Page(HTMLParser):
-    """Elements, their attributes and the shown text of a page."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def count(self, name: str) -> int:
-        return sum(tag == name for tag, _ in self.tags)
 
 
 def records(count: int, without: tuple[str, ...] = (), **changed: float) -> list[dict[str, Any]]:

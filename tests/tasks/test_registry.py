@@ -1,39 +1,14 @@
 import multiprocessing
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from support_registry import SCORES, contents, make_run, model_folder, register
 
 from rl_core.errors import InputError
-from tasks.registry import Registry, VersionInfo, decide
-from tasks.tracking import Tracker, mlflow_client
-
-SCORES = {"score_before": 0.25, "score_after": 0.75}
-
-
-def model_folder(path: Path) -> Path:
-    (path / "sub").mkdir(parents=True)
-    (path / "config.json").write_text('{"model_type": "qwen3"}')
-    (path / "sub" / "chat_template.jinja").write_text("{{ messages }}")
-    save_file({"w": torch.arange(12.0)}, path / "model.safetensors")
-    return path
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def make_run(uri: str, root: Path) -> str:
-    return Tracker(uri, "exp", "my-run", "key1", root / "artifacts of home").run_id
-
-
-def register(uri: str, run_id: str, folder: Path, checkpoint: str) -> str:
-    tags = {"run": "my-run", "step": "12", "config_hash": "c", "data_hash": "d"}
-    return Registry(uri, "sorter").register(folder, run_id, checkpoint, tags, SCORES)
+from tasks.registry import Registry
+from tasks.tracking import mlflow_client
 
 
 def test_same_checkpoint_gives_one_version(sqlite_uri: str, tmp_path: Path) -> None:
@@ -97,9 +72,9 @@ def test_wrong_names_are_explained(sqlite_uri: str, tmp_path: Path) -> None:
 def race(uri: str, run_id: str, folder: Path, barrier: object, queue: object) -> None:
     create = Registry._create
 
-    def together(self: Registry, *args: object) -> str:
+    def together(self: Registry, *args: object) -> None:
         barrier.wait(60)  # type: ignore[attr-defined]
-        return create(self, *args)  # type: ignore[arg-type]
+        create(self, *args)  # type: ignore[arg-type]
 
     Registry._create = together  # type: ignore[method-assign, assignment]
     queue.put(register(uri, run_id, folder, "aaa"))  # type: ignore[attr-defined]
@@ -124,7 +99,7 @@ def test_two_processes_leave_one_version(sqlite_uri: str, tmp_path: Path) -> Non
 
 @pytest.mark.timeout(120)
 def test_the_same_through_a_server(server: Any, tmp_path: Path) -> None:
-    folder, run_id = model_folder(tmp_path / "export"), Tracker(server.uri, "exp", "my-run", "key1", None).run_id
+    folder, run_id = model_folder(tmp_path / "export"), make_run(server.uri, None)
     registry = Registry(server.uri, "sorter")
     assert registry.aliases() == {} and registry.versions() == []
     assert [register(server.uri, run_id, folder, checkpoint) for checkpoint in ("aaa", "aaa", "bbb")] == ["1", "1", "2"]
@@ -135,17 +110,3 @@ def test_the_same_through_a_server(server: Any, tmp_path: Path) -> None:
     assert contents(registry.download("champion", tmp_path / "model")) == contents(folder)
     with pytest.raises(InputError, match="version 2 = candidate = champion, version 1 = previous"):
         registry.get("7")
-
-
-def test_decision() -> None:
-    champion = VersionInfo("1", ("champion",), 1, "r", 0.1, 0.8, datetime.now(UTC), "aaa")
-    candidate = replace(champion, version="2", aliases=(), checkpoint="bbb")
-    assert decide(candidate, None, 0.8) == (True, "score 0.800 and there is no champion yet")
-    assert decide(candidate, None, 0.81)[0] is False
-    assert decide(candidate, champion, 0.0)[0] is True
-    assert decide(replace(candidate, score_after=0.79), champion, 0.0) == (
-        False, "score 0.790 against 0.800 of the champion, version 1"
-    )  # fmt: skip
-    assert decide(replace(candidate, score_after=None), None, 0.0)[0] is False
-    assert decide(candidate, replace(champion, score_after=None), 0.0)[0] is True
-    assert decide(champion, champion, 0.0)[0] is True

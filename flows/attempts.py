@@ -1,0 +1,107 @@
+"""What a flow does first when a worker runs it: its environment, its place among other attempts and other runs.
+
+Prefect starts the same flow run again after a crash. What an attempt decided stands for those after it, and a process
+of an earlier attempt that still lives is ended: it may have lost its server only.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import get_client
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter, FlowRunFilterState
+from prefect.client.schemas.filters import FlowRunFilterStateType as StateFilter
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.runtime import flow_run
+
+from flows.commands.base import prepare_home
+from flows.services import end
+from rl_core.environment import Process
+from rl_core.errors import TrainingError
+
+TRAININGS = ["post-train", "retrain"]
+"""Flows of which one at a time runs in a work pool."""
+ASK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """This process's attempt at a flow run; what it keeps is a file below the home folder."""
+
+    home: Path
+    flow_run: str
+    file: Path
+
+    def once(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What the first attempt decided, as JSON."""
+        kept: dict[str, Any] = json.loads(self.file.read_text())
+        if "decided" not in kept:
+            kept["decided"] = decide()
+            _write(self.file, kept)
+        decided: dict[str, Any] = kept["decided"]
+        return decided
+
+    def run_name(self, recipe: str) -> str:
+        """A name for a run of the recipe that every attempt at this flow run finds again."""
+        return f"{Path(recipe).stem}-{self.flow_run[:8]}"
+
+
+def begin_attempt(max_attempts: int) -> Attempt:
+    """Makes this process the only attempt at its flow run.
+
+    Raises TrainingError beyond `max_attempts`, after which Prefect does not start the flow run again.
+    """
+    home = prepare_home(verbose=True)
+    sys.path.append(os.getcwd())  # functions of the user's own
+    number, name = int(flow_run.run_count or 1), str(flow_run.id)
+    if number > max_attempts:
+        raise TrainingError(
+            f"attempt {number} of at most {max_attempts}: the run crashes again and again. What is committed stays; "
+            "see the log of the attempts, then start a flow run with the same run name."
+        )
+    file = home / "attempts" / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    if kept:
+        end([Process(**kept["process"])])
+    _write(file, {**kept, "process": asdict(Process.of(os.getpid()))})
+    return Attempt(home, name, file)
+
+
+def other_training() -> str | None:
+    """Why this training may not run now, in words: another one of the work pool does. None when it may.
+
+    Of two that start together the one whose state the server stamped first goes on. The server stamps a state before it
+    stores it, so it is asked twice.
+    """
+    for wait in (0.0, ASK_AGAIN_S):
+        time.sleep(wait)
+        with get_client(sync_client=True) as client:
+            running = client.read_flow_runs(
+                flow_filter=FlowFilter(name=FlowFilterName(any_=TRAININGS)),
+                flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=StateFilter(any_=[StateType.RUNNING]))),
+            )
+        own = next((run for run in running if str(run.id) == flow_run.id), None)
+        for run in running:
+            if own and run.id != own.id and run.work_pool_name == own.work_pool_name and _since(run) < _since(own):
+                return (
+                    f"refused: flow run {run.name} ({run.id}) trains in work pool {own.work_pool_name} and two "
+                    "trainings never overlap; start again when it has ended"
+                )
+    return None
+
+
+def _since(run: FlowRun) -> tuple[Any, str]:
+    assert run.state is not None
+    return run.state.timestamp, str(run.id)
+
+
+def _write(file: Path, kept: dict[str, Any]) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(kept))
+    draft.replace(file)

@@ -1,0 +1,46 @@
+"""The held-out score of a registered version, without training."""
+
+import json
+from typing import Annotated, Any
+
+from prefect import flow
+from pydantic import Field
+
+from flows.attempts import begin_attempt
+from rl_core.config.compose import compose
+from tasks.registry import CHAMPION, Registry
+from tasks.tracking import default_tracking_uri
+
+
+@flow(name="evaluate", flow_run_name="{recipe}: {version}", persist_result=False)
+def evaluate(
+    recipe: Annotated[str, Field(min_length=1)],
+    overrides: list[str] | None = None,
+    version: str = CHAMPION,
+    max_attempts: Annotated[int, Field(ge=1)] = 5,
+) -> dict[str, Any]:
+    """Scores of a version or alias of the recipe's model on the recipe's held-out rows.
+
+    Args:
+        recipe: name or path of a recipe. overrides: settings as `a.b=value`. version: number or alias.
+        max_attempts: times that the flow run may be started before it counts as failed.
+    """
+    attempt = begin_attempt(max_attempts)
+    config = compose(recipe, overrides or []).config
+    registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
+    number = attempt.once(lambda: {"version": registry.get(version).version})["version"]
+    folder = registry.local_folder(number, attempt.home / "cache")
+    settings = [*(overrides or []), f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
+    # Ray and torch are imported here, when their environment is set.
+    from flows.preflight import preflight
+    from tasks.evaluate import evaluate as score
+    from tasks.prepare_data import prepare_data
+    from tasks.runs import open_run
+    from tasks.session import open_session
+
+    composed = compose(recipe, settings)
+    preflight(composed, attempt.home)
+    run = open_run(composed, attempt.home, f"evaluate-{attempt.run_name(recipe)}")
+    with open_session(run, verbose=True):
+        data = prepare_data()
+        return {"version": number, "run": run.name, "data_hash": data["data_hash"], **score(0)}

@@ -1,0 +1,58 @@
+"""`post_train` as a worker runs it: checked, started once at a time, continued after a crash."""
+
+import time
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled
+from pydantic import Field
+
+from flows.attempts import Attempt, begin_attempt, other_training
+from flows.parameters import GateMode, Hours, gate_setting
+from rl_core.config.compose import compose
+
+
+@flow(name="post-train", flow_run_name="{recipe}", persist_result=False)
+def train(
+    recipe: Annotated[str, Field(min_length=1)],
+    overrides: list[str] | None = None,
+    run_name: str | None = None,
+    gate_mode: GateMode | None = None,
+    max_hours: Hours | None = None,
+    max_attempts: Annotated[int, Field(ge=1)] = 5,
+) -> dict[str, Any] | State[Any]:
+    """Runs all stages of a recipe; the run of this name is continued when it exists.
+
+    Args:
+        recipe: name or path of a recipe. overrides: settings as `a.b=value`. run_name: run to begin or continue.
+        gate_mode: how the gate decides; what the recipe says when it is not given.
+        max_hours: no further segment of steps begins after so many hours; what is trained by then is evaluated.
+        max_attempts: times that the flow run may be started before it counts as failed.
+    """
+    attempt = begin_attempt(max_attempts)
+    if refusal := other_training():
+        return Cancelled(message=refusal)
+    settings = [*(overrides or []), *gate_setting(gate_mode)]
+    plan = attempt.once(lambda: {"stop_at": stop_time(max_hours)})
+    return run_stages(attempt, recipe, settings, run_name, plan["stop_at"])
+
+
+def run_stages(
+    attempt: Attempt, recipe: str, settings: list[str], run_name: str | None, stop_at: float | None
+) -> dict[str, Any]:
+    """The summary of `post_train`, whose stages become task runs of the flow run that calls this."""
+    # Ray and torch are imported here, when their environment is set.
+    from flows.post_train import post_train
+    from flows.preflight import preflight
+
+    preflight(compose(recipe, settings), attempt.home)
+    result: dict[str, Any] = post_train.fn(
+        recipe, settings, run_name or attempt.run_name(recipe), verbose=True, stop_at=stop_at
+    )
+    return result
+
+
+def stop_time(max_hours: float | None) -> float | None:
+    """The time, in seconds since 1970, at which a budget that begins now is used up."""
+    return None if max_hours is None else time.time() + 3600 * max_hours

@@ -1,0 +1,31 @@
+"""The policy as an ordinary Hugging Face folder: what is evaluated, registered, loaded again and served."""
+
+from typing import Any
+
+from rl_core.errors import TrainingError
+from rl_core.rollout.canary import Canary
+from rl_core.storage import step_name
+from tasks.session import current_session
+
+CANARY = "evaluation/canary.json"
+"""What the trainer says of fixed tokens with the exported weights."""
+
+
+def export_folder(step: int) -> str:
+    """Where the policy at a step is exported to in the run's store."""
+    return f"export/{step_name(step)}"
+
+
+def export(step: int) -> dict[str, Any]:
+    """Commits the policy at the step that training has reached as a folder, once; returns its manifest."""
+    session, folder = current_session(), export_folder(step)
+    manifest = session.store.read_manifest(folder)
+    if manifest is None:
+        trainer = session.trainer
+        if trainer.step != step:
+            raise TrainingError(f"the policy to export is that of step {step}, training is at step {trainer.step}")
+        session.roles.actor.export(session.store, folder)
+        canary: Canary = session.roles.actor.canary()[0]
+        session.store.write_json(CANARY, {"token_ids": canary.token_ids, "log_probs": canary.log_probs})
+        manifest = session.store.commit_folder(folder, {"step": step})
+    return manifest

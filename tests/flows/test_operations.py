@@ -1,0 +1,232 @@
+"""Deployments on a real Prefect server with worker and MLflow server: what the tutorial in docs/operations.md does,
+and what happens when processes die meanwhile.
+
+One story: each test goes on where the one before it ended.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from support_flows import Result, environment, rollforward
+
+from flows.deploy import DEPLOYMENTS
+from flows.ports import check_port
+from flows.services import call, leftovers
+from rl_core.environment import Process, read_services
+
+TINY = [
+    "data.train_batch_size=8",
+    "data.train_rows=128",
+    "data.val_rows=8",
+    "actor.mini_batch_size=8",
+    "rollout.n=4",
+    "data.difficulty=2",
+    "warm_start.steps=40",
+    "actor.entropy_coef=0.01",  # weights that no reward moves would stay, and with them the version
+    "trainer.steps=12",
+    "trainer.segment_steps=4",
+    "evaluation.sampled_n=1",
+]
+
+
+@dataclass
+class Place:
+    """A home folder with its services."""
+
+    home: Path
+    api: str
+    mlflow: str
+
+    def prefect(self, *arguments: str) -> Result:
+        """Runs Prefect's command."""
+        start = time.monotonic()
+        added = {"PREFECT_API_URL": self.api, "PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+            env=environment(self.home) | added,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+        )  # fmt: skip
+        return Result(done.returncode, done.stdout, time.monotonic() - start)
+
+    def deployment_run(self, name: str, parameters: dict[str, Any], watch: bool = True) -> tuple[Result, dict]:
+        """Runs a deployment by Prefect's command; returns what it printed, and the flow run as the server knows it."""
+        done = self.prefect(
+            "deployment", "run", name, "--params", json.dumps(parameters), *(["--watch"] if watch else [])
+        )
+        number = next((line.split()[-1] for line in done.output.splitlines() if "UUID:" in line), None)
+        return done, self.flow_run(number) if number else {}
+
+    def flow_run(self, number: str) -> dict[str, Any]:
+        run: dict[str, Any] = call(f"{self.api}/flow_runs/{number}")
+        return run
+
+    def last_run(self, deployment: str) -> dict[str, Any] | None:
+        """The newest flow run of a deployment that has started."""
+        started = {"flow_runs": {"start_time": {"is_null_": False}}, "deployments": {"name": {"any_": [deployment]}}}
+        runs = call(f"{self.api}/flow_runs/filter", {**started, "sort": "START_TIME_DESC", "limit": 1})
+        return runs[0] if runs else None
+
+    def wait(self, number: str, state: str, seconds: float = 300) -> dict[str, Any]:
+        """The flow run when it is in the state."""
+        until(
+            lambda: self.flow_run(number)["state_type"] == state,
+            seconds,
+            lambda: self.log() + str(self.flow_run(number)),
+        )
+        return self.flow_run(number)
+
+    def process_of(self, number: str) -> psutil.Process:
+        """The process of the last attempt at a flow run."""
+        kept = json.loads((self.home / "attempts" / f"{number}.json").read_text())
+        process = Process(**kept["process"]).find()
+        assert process, "the attempt has ended"
+        return process
+
+    def log(self) -> str:
+        return (self.home / "logs/worker.log").read_text()[-3000:]
+
+    def committed(self, run: str) -> list[str]:
+        return sorted(file.parent.name for file in (self.home / "runs" / run).glob("checkpoints/*/manifest.json"))
+
+    def aliases(self) -> dict[str, str]:
+        from tasks.registry import Registry
+
+        return Registry(self.mlflow, "rollforward-demo").aliases()
+
+
+def until(true: Callable[[], Any], seconds: float, told: Callable[[], str] = str) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, told()
+        time.sleep(0.3)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    home, prefect, mlflow = tmp_path_factory.mktemp("ops"), free_port(), free_port()
+    done = rollforward(home, "up", "--prefect-port", str(prefect), "--mlflow-port", str(mlflow))
+    assert done.code == 0, done.output
+    yield Place(home, f"http://127.0.0.1:{prefect}/api", f"http://127.0.0.1:{mlflow}")
+    rollforward(home, "down")
+
+
+@pytest.fixture(scope="module")
+def first(place: Place) -> dict[str, Any]:
+    """A flow run of post-train that is under way."""
+    assert rollforward(place.home, "deploy", folder=place.home).code == 0
+    again = rollforward(place.home, "deploy", folder=place.home)
+    assert again.code == 0 and again.output.count("is there") == 4, again.output
+    done, run = place.deployment_run("post-train/post-train", {"run_name": "first", "overrides": TINY}, watch=False)
+    assert run, done.output
+    return place.wait(run["id"], "RUNNING")
+
+
+def test_up_again_starts_nothing(place: Place) -> None:
+    services = read_services(place.home)
+    again = rollforward(place.home, "up")
+    assert "all ran already" in again.output and read_services(place.home) == services
+
+
+def test_an_overlapping_training_is_refused_by_name(place: Place, first: dict[str, Any]) -> None:
+    done, run = place.deployment_run("retrain/retrain-nightly", {"overrides": TINY})
+    assert done.code != 0 and run["state_type"] == "CANCELLED", done.output
+    assert f"flow run demo ({first['id']}) trains" in run["state"]["message"]
+
+
+def test_a_killed_flow_process_is_started_again_and_completes(place: Place, first: dict[str, Any]) -> None:
+    until(lambda: place.committed("first"), 300, place.log)
+    place.process_of(first["id"]).send_signal(signal.SIGKILL)
+    run = place.wait(first["id"], "COMPLETED")
+    assert run["run_count"] == 2
+    assert place.committed("first")[-1] == "step_000012"
+    assert place.log().count("supervised step 40/40") <= 1
+    assert place.aliases() == {"champion": "1", "candidate": "1"}
+
+
+def test_bad_parameters_make_no_flow_run_and_bad_settings_one_that_fails(place: Place, first: dict[str, Any]) -> None:
+    refused, run = place.deployment_run("post-train/post-train", {"max_hours": -1})
+    assert refused.code != 0 and not run and "max_hours" in refused.output
+    failed, run = place.deployment_run("post-train/post-train", {"overrides": ["trainer.stepz=1"]})
+    assert failed.code != 0 and run["state_type"] == "FAILED" and run["run_count"] == 1
+    assert "trainer.stepz" in run["state"]["message"]
+
+
+def test_an_event_starts_a_retraining_that_survives_its_worker(place: Place, first: dict[str, Any]) -> None:
+    """The retraining goes on from the champion, and another worker takes it over when its heartbeat is missed."""
+    deploy_own(place, active=False)
+    sent = place.prefect("event", "emit", "rollforward.data_updated", "--resource-id", "rows-of-today")
+    assert sent.code == 0, sent.output
+    until(lambda: place.last_run("retrain-nightly")["state_type"] == "RUNNING", 120, place.log)
+    run = place.last_run("retrain-nightly")
+    name = f"demo-{run['id'][:8]}"
+    until(lambda: place.committed(name), 300, place.log)
+    worker = read_services(place.home)["worker"].process.find()
+    for process in [worker, *worker.children(recursive=True)]:
+        process.kill()
+    assert rollforward(place.home, "up").code == 0
+    scores, evaluation = place.deployment_run("evaluate/evaluate", {"overrides": TINY})
+    assert evaluation["state_type"] == "COMPLETED", scores.output
+    assert place.wait(run["id"], "COMPLETED")["run_count"] == 2
+    config = json.loads((place.home / f"runs/{name}/run.json").read_text())["config"]
+    assert "cache/versions" in config["model"]["path"] and config["warm_start"]["steps"] == 0
+
+
+def test_a_schedule_finds_nothing_to_do(place: Place, first: dict[str, Any]) -> None:
+    before = place.last_run("retrain-nightly")["id"]
+    deploy_own(place, active=True)
+    until(lambda: place.last_run("retrain-nightly")["id"] != before, 120, place.log)
+    run = place.wait(place.last_run("retrain-nightly")["id"], "COMPLETED")
+    assert run["auto_scheduled"] and "nothing to do" in run["state"]["message"]
+
+
+def test_a_version_that_the_gate_refused_is_promoted_by_force_and_rolled_back(
+    place: Place, first: dict[str, Any]
+) -> None:
+    assert place.aliases() == {"champion": "1", "candidate": "2"}, "eight rows cannot show that a version is better"
+    refused, run = place.deployment_run("promote/promote", {"version": "2"})
+    assert run["state_type"] == "FAILED" and "gate" in run["state"]["message"], refused.output
+    promoted, run = place.deployment_run("promote/promote", {"version": "2", "force": True})
+    assert run["state_type"] == "COMPLETED", promoted.output
+    assert place.aliases()["champion"] == "2" and place.aliases()["previous"] == "1"
+    assert place.deployment_run("rollback/rollback", {})[1]["state_type"] == "COMPLETED"
+    assert place.aliases()["champion"] == "1"
+
+
+def test_down_leaves_nothing(place: Place, first: dict[str, Any]) -> None:
+    done, run = place.deployment_run("post-train/post-train", {"overrides": TINY}, watch=False)
+    place.wait(run["id"], "RUNNING")
+    process = place.process_of(run["id"])
+    ended = rollforward(place.home, "down")
+    assert ended.code == 0 and "flow run demo, cancelled" in ended.output, ended.output
+    assert not process.is_running() and leftovers(place.home) == [] and read_services(place.home) == {}
+    for address in (place.api.removesuffix("/api"), place.mlflow):
+        check_port(int(address.rpartition(":")[2]))
+
+
+def deploy_own(place: Place, active: bool) -> None:
+    """Applies deployments of one's own: the recipe's settings, and a schedule that is due at once."""
+    file = yaml.safe_load(DEPLOYMENTS.read_text())
+    (nightly,) = (one for one in file["deployments"] if one["name"] == "retrain-nightly")
+    nightly["parameters"]["overrides"] = TINY
+    nightly["schedules"] = [{"slug": f"often-{active}", "interval": 15, "active": active}]
+    own = place.home / "own.yaml"
+    own.write_text(yaml.safe_dump(file))
+    done = rollforward(place.home, "deploy", str(own), folder=place.home)
+    assert done.code == 0, done.output

@@ -1,0 +1,134 @@
+"""A run's status file says what its process is doing, and readers know whether that process still lives."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core import status
+from rl_core.metrics import Phases
+from rl_core.status import STATUS_FILE, WAITS, Status, StatusWriter, read_status
+from rl_core.storage import Store
+
+SOURCES = Path(status.__file__).parent
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path))
+
+
+@pytest.fixture
+def writer(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusWriter]:
+    monkeypatch.setattr(status, "LEAST_S", 0.05)
+    monkeypatch.setattr(status, "BEAT_S", 0.3)
+    made = StatusWriter(store, steps=10, step=2)
+    yield made
+    if not made._ended.is_set():
+        made.close("finished")
+
+
+def soon(store: Store, **wanted: object) -> Status:
+    """What the file says once it says this."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        seen = read_status(store)
+        if seen and all(getattr(seen, name) == value for name, value in wanted.items()):
+            return seen
+        time.sleep(0.01)
+    raise AssertionError(read_status(store))
+
+
+def test_stage_step_and_phase_are_there_a_moment_later(store: Store, writer: StatusWriter) -> None:
+    assert (first := read_status(store)) and (first.step, first.steps, first.pid) == (2, 10, os.getpid())
+    writer.stage("train")
+    with Phases(lambda name: writer.phase(3, name))("update"):
+        seen = soon(store, stage="train", phase="update", step=2)
+    writer.update(step=3, seconds_per_step=2.0)
+    assert soon(store, step=3).seconds_left == 14.0
+    assert seen.lives and seen.state_now == "running" and time.time() - seen.phase_since < 5
+
+
+def test_many_changes_are_few_writes_and_silence_still_beats(
+    store: Store, writer: StatusWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float] = []
+    monkeypatch.setattr(writer._store, "write_bytes", lambda rel, data: written.append(time.monotonic()))
+    start = time.monotonic()
+    while time.monotonic() - start < 0.5:
+        writer.phase(3, "rollout")
+        time.sleep(0.0005)
+    assert 2 <= len(written) <= 12
+    written.clear()
+    time.sleep(0.8)
+    assert 1 <= len(written) <= 3
+
+
+def test_a_caller_never_waits_for_storage(writer: StatusWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = threading.Event()
+    monkeypatch.setattr(writer._store, "write_bytes", lambda rel, data: slow.wait(5))
+    writer.phase(3, "rollout")
+    time.sleep(0.2)
+    start = time.monotonic()
+    for _ in range(1000):
+        writer.phase(3, "update")
+    assert time.monotonic() - start < 1
+    slow.set()
+
+
+def test_an_outage_is_told_once_and_ends_nothing(
+    store: Store, writer: StatusWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / STATUS_FILE).unlink()
+    (tmp_path / STATUS_FILE).mkdir()
+    with caplog.at_level(logging.WARNING):
+        time.sleep(1)
+    assert len(caplog.records) == 1 and "rollforward status" in caplog.text
+    (tmp_path / STATUS_FILE).rmdir()
+    writer.close("failed", "no space")
+    assert (end := read_status(store)) and (end.state_now, end.error) == ("failed", "no space")
+
+
+def test_a_killed_process_has_stopped(store: Store) -> None:
+    code = (
+        "import sys, time; from rl_core.storage import Store; from rl_core.status import StatusWriter\n"
+        "StatusWriter(Store(sys.argv[1]), 10, 2).stage('train'); print('there', flush=True); time.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
+    child = subprocess.Popen([sys.executable, "-c", code, store.root], stdout=subprocess.PIPE, env=env)
+    assert child.stdout and child.stdout.readline()
+    alive = soon(store, stage="train")
+    assert alive.pid == child.pid and alive.state_now == "running"
+    child.kill()
+    child.wait()
+    assert alive.state_now == "stopped"
+
+
+def test_a_later_process_with_the_same_number_is_another_one_and_other_machines_are_known_by_their_beat() -> None:
+    now = time.time()
+    assert Status(pid=os.getpid(), host=socket.gethostname(), beat=now).lives
+    assert not Status(pid=os.getpid(), host=socket.gethostname(), beat=now - 1e6).lives
+    assert Status(pid=1, host="elsewhere", beat=now - 5).lives
+    assert not Status(pid=1, host="elsewhere", beat=now - 300).lives
+
+
+@given(st.binary(max_size=60) | st.sampled_from([b"{}", b"[]", b'{"step": "x"}', b'{"pid": 1e99}', b'{"beat": NaN}']))
+def test_what_is_no_status_is_none(content: bytes) -> None:
+    store = Store("memory://status-test")
+    store.write_bytes(STATUS_FILE, content)
+    seen = read_status(store)
+    assert seen is None or seen.state_now in ("running", "stopped", "finished", "failed")
+
+
+def test_every_phase_of_the_loop_says_who_waits() -> None:
+    text = (SOURCES / "trainer.py").read_text() + (SOURCES / "sampling.py").read_text()
+    assert {part.split('"')[0] for part in text.split('with phase("')[1:]} == set(WAITS)

@@ -1,0 +1,116 @@
+"""The alias champion moves forward and back, with a record, and never against the gate unless a person says so."""
+
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_registry import contents, registry_with
+
+from rl_core.errors import InputError, TransientError
+from tasks.registry import Registry
+
+
+def who(registry: Registry) -> dict[str, str]:
+    return {alias: version for alias, version in registry.aliases().items() if alias != "candidate"}
+
+
+def test_rollback_swaps_champion_and_previous_there_and_back(sqlite_uri: str, tmp_path: Path) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {}, {})
+    registry.promote("1")
+    with pytest.raises(InputError, match="champion is version 1"):
+        registry.rollback()
+    registry.promote("2")
+    assert registry.rollback() == ("2", "1") and who(registry) == {"champion": "1", "previous": "2"}
+    left = datetime.fromisoformat(registry.get("2").tags["rolled_back"])
+    assert abs((datetime.now(UTC) - left).total_seconds()) < 60 and "rolled_back" not in registry.get("1").tags
+    assert registry.rollback() == ("1", "2") and who(registry) == {"champion": "2", "previous": "1"}
+
+
+def test_every_move_is_recorded_once(sqlite_uri: str, tmp_path: Path) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {}, {})
+    for _ in range(2):
+        registry.promote("1")
+    registry.promote("2")
+    registry.rollback()
+    moves = [(move.version, move.before, move.why) for move in registry.moves()]
+    assert moves == [("1", None, "promoted"), ("2", "1", "promoted"), ("1", "2", "rolled back")]
+    assert all("@" in move.by for move in registry.moves())
+
+
+def test_a_promotion_that_died_before_its_record_is_completed(sqlite_uri: str, tmp_path: Path) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {}, {})
+    registry.promote("1")
+    registry.set_alias("previous", "1")  # where a process was killed
+    registry.promote("2")
+    assert who(registry) == {"champion": "2", "previous": "1"}
+    registry.set_alias("champion", "1")  # killed between alias and record
+    registry.promote("1")
+    assert registry.moves()[-1].version == "1"
+
+
+def test_of_two_promotions_at_once_one_wins_and_the_other_is_told(
+    sqlite_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {}, {}, {})
+    registry.promote("1")
+    barrier, set_alias = threading.Barrier(2), Registry.set_alias
+
+    def together(self: Registry, alias: str, version: str) -> None:
+        set_alias(self, alias, version)
+        if alias == "champion":
+            barrier.wait(30)
+
+    monkeypatch.setattr(Registry, "set_alias", together)
+    ended: dict[str, Any] = {}
+
+    def promote(version: str) -> None:
+        try:
+            ended[version] = Registry(sqlite_uri, "sorter").promote(version)
+        except TransientError as error:
+            ended[version] = error
+
+    threads = [threading.Thread(target=promote, args=(version,)) for version in ("2", "3")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    monkeypatch.undo()
+    winner = who(registry)["champion"]
+    (loser,) = {"2", "3"} - {winner}
+    assert ended[winner] == ("1", winner) and f"version {winner}" in str(ended[loser])
+    assert registry.promote(loser) == (winner, loser) and who(registry) == {"champion": loser, "previous": winner}
+
+
+def test_what_waits_is_promoted_by_approval_only(sqlite_uri: str, tmp_path: Path) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {"gate": "waiting"}, {"gate": "passed"})
+    with pytest.raises(InputError, match="promote 1 --approve"):
+        registry.promote_by_hand("1")
+    with pytest.raises(InputError, match="(?s)waits for approval.*`gate` is passed"):
+        registry.approve("2")
+    assert registry.aliases() == {}
+    assert registry.approve("1") == (None, "1") and registry.approve("1") == ("1", "1")
+    tags = registry.get("1").tags
+    assert tags["gate"] == "approved" and "@" in tags["approved"] and registry.moves()[0].why == "approved"
+
+
+def test_what_the_gate_refused_is_promoted_by_force_only(sqlite_uri: str, tmp_path: Path) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {"gate": "refused"}, {"gate": "passed"})
+    with pytest.raises(InputError, match="--force promotes it"):
+        registry.promote_by_hand("1")
+    assert registry.promote_by_hand("1", force=True) == (None, "1")
+    tags = registry.get("1").tags
+    assert tags["gate"] == "refused" and "@" in tags["forced"]
+    assert registry.moves()[0].why == "forced against the gate"
+    registry.promote_by_hand("2", force=True)
+    assert "forced" not in registry.get("2").tags and registry.moves()[1].why == "promoted by hand"
+
+
+def test_files_are_downloaded_once(sqlite_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {}, {})
+    folder = registry.local_folder("1", tmp_path / "cache")
+    assert contents(folder) == contents(tmp_path / "export")
+    assert registry.local_folder("2", tmp_path / "cache") != folder
+    monkeypatch.setattr(Registry, "download", None)
+    assert registry.local_folder("1", tmp_path / "cache") == folder

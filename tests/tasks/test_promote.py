@@ -1,0 +1,133 @@
+"""The alias champion moves when the gate allows it, against an MLflow in a file and evaluations that are there."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_gate import evaluation
+
+from rl_core import evaluation as scoring
+from rl_core.config.compose import compose
+from rl_core.errors import InputError
+from rl_core.storage import Store
+from tasks.evaluate import champion_result, result_file
+from tasks.prepare_data import prepare_data
+from tasks.promote import DECISION_FILE, RELOAD_FILE, last_metrics, promote
+from tasks.registry import Registry
+from tasks.runs import open_run
+from tasks.session import Session, open_session
+from tasks.tracking import mlflow_client
+
+BAD, GOOD = [1.0] * 10 + [0.0] * 22, [1.0] * 30 + [0.0] * 2
+FOUND = {"log_prob_difference": 1e-6, "greedy_gap": 0.0}
+SETTINGS = ["data.val_rows=32", "data.train_rows=64", "model.tiny.layers=1"]
+
+
+def model_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@contextmanager
+def session_of(home: Path, name: str, *settings: str) -> Iterator[Session]:
+    run = open_run(compose("demo", [*SETTINGS, *settings]), home, name)  # home is where the database of `sqlite_uri` is
+    try:
+        with open_session(run) as session:
+            prepare_data.__wrapped__()  # type: ignore[attr-defined]
+            yield session
+    finally:
+        run.lock.close()
+
+
+def add_version(session: Session, greedy: list[float], **more: Any) -> str:
+    """A registered version with such an evaluation at step 1, which the other runs can find."""
+    weights = f"weights of {session.run.name}"
+    folder = model_folder(session.run.home / session.run.name)
+    version = session.registry.register(folder, session.tracker.run_id, weights, {}, {})
+    data, settings = scoring.rows_hash(session.val_rows.rows), scoring.settings_of(session.config)
+    result = scoring.cached(
+        Store(str(session.run.home / "runs")), weights, data, settings, lambda: evaluation(greedy, **more)
+    )
+    result |= {"weights": weights, "data": data, "settings": settings}
+    session.store.write_json(result_file(1), result)
+    session.store.write_json(RELOAD_FILE, {"version": version, **FOUND})
+    return version
+
+
+def promoted(session: Session, version: str) -> bool:
+    result: bool = promote.__wrapped__(version, 1)  # type: ignore[attr-defined]
+    return result
+
+
+def run(home: Path, name: str, greedy: list[float], *settings: str, **more: Any) -> bool:
+    with session_of(home, name, *settings) as session:
+        return promoted(session, add_version(session, greedy, **more))
+
+
+def tags(home: Path, version: str) -> dict[str, str]:
+    return dict(mlflow_client(f"sqlite:///{home}/mlflow.db").get_model_version("rollforward-demo", version).tags)
+
+
+def aliases(home: Path) -> dict[str, str]:
+    return Registry(f"sqlite:///{home}/mlflow.db", "rollforward-demo").aliases()
+
+
+def test_versions_become_champion_one_after_the_other(sqlite_uri: str, tmp_path: Path) -> None:
+    assert run(tmp_path, "first", BAD) and aliases(tmp_path) == {"champion": "1"}
+    assert not run(tmp_path, "same", BAD, "trainer.save_every=2")
+    assert aliases(tmp_path) == {"champion": "1"} and tags(tmp_path, "2")["rollforward.gate"] == "refused"
+    assert run(tmp_path, "better", GOOD, "trainer.save_every=3")
+    assert aliases(tmp_path) == {"champion": "3", "previous": "1"}
+    assert tags(tmp_path, "3")["rollforward.gate"] == "promoted"
+    assert tags(tmp_path, "3")["rollforward.gate_champion"] == "1"
+    kept = json.loads((tmp_path / "runs/better" / DECISION_FILE).read_text())
+    assert kept["promote"] and kept["champion"] == "1" and kept["checks"][1]["name"] == "better"
+    with session_of(tmp_path, "better", "trainer.save_every=3") as session:
+        assert promoted(session, "3"), "a resumed run finds its version promoted"
+    assert tags(tmp_path, "3")["rollforward.gate_champion"] == "1", "and does not decide again, without a champion"
+
+
+def test_a_dry_run_off_and_approval_move_nothing(sqlite_uri: str, tmp_path: Path) -> None:
+    seen = {}
+    for mode in ("gate.mode=off", "gate.mode=dry_run", "gate.approval=true"):
+        assert not run(tmp_path, mode.partition("=")[2], GOOD, mode)
+        version = str(len(seen) + 1)
+        seen[mode] = tags(tmp_path, version).get("rollforward.gate")
+    assert list(seen.values()) == [None, "would promote", "waiting"]
+    assert aliases(tmp_path) == {}
+
+
+def test_a_reload_that_failed_is_a_failed_check(sqlite_uri: str, tmp_path: Path) -> None:
+    with session_of(tmp_path, "broken") as session:
+        version = add_version(session, GOOD)
+        session.store.write_json(RELOAD_FILE, {"version": version, "problem": "exit code 1"})
+        assert not promoted(session, version)
+        assert "exit code 1" in tags(tmp_path, version)["rollforward.gate_checks"]
+
+
+def test_a_champion_that_cannot_be_scored_stays(
+    sqlite_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(tmp_path, "first", BAD)
+    with session_of(tmp_path, "second", "trainer.seed=1") as session:  # other rows, so nothing is kept of the first
+
+        def refused(folder: Path) -> None:
+            raise InputError("a longer context", "8", str(folder), "take another")
+
+        monkeypatch.setattr(session, "load_model", refused)
+        version = add_version(session, GOOD)
+        assert not promoted(session, version) and aliases(tmp_path) == {"champion": "1"}
+        result = champion_result(session, version)
+        assert result and result["version"] == "1" and "a longer context" in result["problem"]
+
+
+def test_guards_look_at_the_mean_of_the_last_steps() -> None:
+    records = [
+        {"metrics": {"kl/ref": float(step), "once": 1.0} if step == 19 else {"kl/ref": float(step)}}
+        for step in range(20)
+    ]
+    assert last_metrics(records) == {"kl/ref": 14.5, "once": 1.0}
