@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 from packaging.requirements import Requirement
 
 from flows.ports import check_port
 from rl_core.config.compose import Composed
+from rl_core.environment import read_services
 from rl_core.errors import InputError, RollforwardError
 from rl_core.storage import Store
 from tasks.leftovers import Finding, Level, leftovers
@@ -34,7 +36,7 @@ def findings(home: Path, composed: Composed | None) -> Iterator[Finding]:
         _versions,
         _devices,
         lambda: [_memory()],
-        _ports,
+        lambda: _ports(home),
         lambda: [_disk(home), _checked("home", lambda: f"{home}{_probe(str(home))}")],
         lambda: [_mlflow(home, composed), _prefect()],
         lambda: leftovers(home),
@@ -107,11 +109,14 @@ def _memory() -> Finding:
     return Finding(level, "machine", text, "end other programs: trainer and engine of a small model take 4 GiB")
 
 
-def _ports() -> list[Finding]:
-    return [_port(what, port) for what, port in PORTS.items()]
+def _ports(home: Path) -> list[Finding]:
+    own = {urlsplit(service.address).port for service in read_services(home).values()}
+    return [_port(what, port, port in own) for what, port in PORTS.items()]
 
 
-def _port(what: str, port: int) -> Finding:
+def _port(what: str, port: int, own: bool) -> Finding:
+    if own:
+        return Finding("ok", f"port {port}", "taken by what `rollforward up` has started")
     try:
         check_port(port)
     except InputError as error:

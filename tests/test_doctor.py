@@ -15,6 +15,7 @@ from support_runs import make_run
 
 import flows.doctor as doctor
 from flows.cli import main
+from rl_core.environment import Process, Service, write_services
 from rl_core.status import StatusWriter
 from tasks import leftovers
 from tasks.leftovers import held_locks
@@ -63,7 +64,10 @@ def test_what_is_missing_is_a_problem_with_a_fix(home: Path, command: Command, m
         port = taken.getsockname()[1]
         monkeypatch.setattr(doctor, "PORTS", {"MLflow's pages": port})
         code, said, text = command()
+        write_services(home, {"mlflow": Service(Process.of(os.getpid()), f"http://127.0.0.1:{port}", "")})
+        own = command()[1]
     assert code == 2
+    assert own[f"port {port}"] == "ok taken by what `rollforward up` has started"
     assert said["ray"].startswith("problem 0.1, needed is >=") and 'pip install "ray' in text
     assert said["prefect server"].startswith("problem") and "prefect server start" in text
     assert said[f"port {port}"].startswith("warning taken") and f"--port {port + 1}" in text

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support_data import row
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.config.data import DataConfig
@@ -16,24 +17,10 @@ from rl_core.data.dataset import ToolsOf, without_tools
 from rl_core.data.page import render_data_report
 from rl_core.data.report import DataReport
 from rl_core.data.tally import MAX_NAMES, OTHERS, Hashes, Names
-from rl_core.models.tokenizer import build_tokenizer
 from rl_core.rollout.toolbox import row_schemas
 
 Rows = list[dict[str, Any]]
 CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"x": {}}}}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return build_tokenizer()
-
-
-def row(text: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "data_source": "exact",
-        "prompt": [{"role": "user", "content": text}],
-        "reward_model": {"style": "rule", "ground_truth": text},
-    } | changes
 
 
 class Checked:

@@ -9,15 +9,9 @@ from rl_core.data.dataset import RLHFDataset, encode_prompt
 from rl_core.data.prepare import prepare_data
 from rl_core.data.rows import make_row
 from rl_core.errors import InputError
-from rl_core.models.tiny import build_tokenizer
 from rl_core.storage import Store
 
 ROWS = [make_row("exact", str(i), "math", str(i), str(i), "train", i) for i in range(10)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return build_tokenizer()
 
 
 def test_items_are_rows_with_their_prompts_as_tokens(tokenizer: PreTrainedTokenizerBase) -> None:

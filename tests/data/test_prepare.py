@@ -7,30 +7,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support_data import row
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.prepare import DROPPED, prepare_data, read_report, summary
 from rl_core.errors import InputError
-from rl_core.models.tiny import build_tokenizer
 from rl_core.storage import Store
 
 Rows = list[dict[str, Any]]
 Configured = Callable[..., RunConfig]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return build_tokenizer()
-
-
-def row(text: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "data_source": "exact",
-        "prompt": [{"role": "user", "content": text}],
-        "reward_model": {"style": "rule", "ground_truth": text},
-    } | changes
 
 
 @pytest.fixture
