@@ -65,9 +65,9 @@ def test_what_is_missing_is_a_problem_with_a_fix(home: Path, command: Command, m
         monkeypatch.setattr(doctor, "PORTS", {"MLflow's pages": port})
         code, said, text = command()
         write_services(home, {"mlflow": Service(Process.of(os.getpid()), f"http://127.0.0.1:{port}", "")})
-        own = command()[1]
+        (own,) = doctor._ports(home)
     assert code == 2
-    assert own[f"port {port}"] == "ok taken by what `rollforward up` has started"
+    assert (own.level, own.seen) == ("ok", "taken by what `rollforward up` has started")
     assert said["ray"].startswith("problem 0.1, needed is >=") and 'pip install "ray' in text
     assert said["prefect server"].startswith("problem") and "prefect server start" in text
     assert said[f"port {port}"].startswith("warning taken") and f"--port {port + 1}" in text
