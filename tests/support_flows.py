@@ -36,7 +36,9 @@ class Result:
 def environment(home: Path) -> dict[str, str]:
     """A user's environment with this home folder."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    return {**clean, "ROLLFORWARD_HOME": str(home), "PYTHONPATH": str(Path(__file__).parent)}
+    tests = Path(__file__).parent
+    # The code beside these tests, whichever is installed.
+    return {**clean, "ROLLFORWARD_HOME": str(home), "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
 
 
 def rollforward(home: Path, *arguments: str, timeout: float = 500, folder: Path | None = None) -> Result:

@@ -111,7 +111,7 @@ def test_the_version_says_where_it_comes_from(home: Path, steps: int) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{home}/mlflow.db")
-    aliases = client.get_registered_model("rollforward-demo").aliases
+    aliases = {alias: str(number) for alias, number in client.get_registered_model("rollforward-demo").aliases.items()}
     assert set(aliases) == {"candidate", "champion"}
     tags = client.get_model_version("rollforward-demo", aliases["champion"]).tags
     manifest = json.loads((run_folder(home) / f"export/step_{steps:06d}/manifest.json").read_text())

@@ -77,6 +77,12 @@ class Place:
         runs = call(f"{self.api}/flow_runs/filter", {**started, "sort": "START_TIME_DESC", "limit": 1})
         return runs[0] if runs else None
 
+    def active_runs(self) -> list[dict[str, Any]]:
+        """Flow runs that are due, or that a worker has taken."""
+        states = {"state": {"type": {"any_": ["SCHEDULED", "PENDING", "RUNNING"]}}}
+        runs: list[dict[str, Any]] = call(f"{self.api}/flow_runs/filter", {"flow_runs": states})
+        return runs
+
     def wait(self, number: str, state: str, seconds: float = 300) -> dict[str, Any]:
         """The flow run when it is in the state."""
         until(
@@ -194,6 +200,8 @@ def test_a_schedule_finds_nothing_to_do(place: Place, first: dict[str, Any]) -> 
     until(lambda: place.last_run("retrain-nightly")["id"] != before, 120, place.log)
     run = place.wait(place.last_run("retrain-nightly")["id"], "COMPLETED")
     assert run["auto_scheduled"] and "nothing to do" in run["state"]["message"]
+    deploy_own(place, active=False)
+    until(lambda: not place.active_runs(), 120, place.log)  # the next training would be refused while one is active
 
 
 def test_a_version_that_the_gate_refused_is_promoted_by_force_and_rolled_back(
