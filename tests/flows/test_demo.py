@@ -199,7 +199,10 @@ def test_models_and_promote_show_and_move_aliases(home: Path, demo: Result, smal
     which = ("--model", "rollforward-demo")
     listed = rollforward(home, "models", *which).output
     assert re.search(r"version 1 .*champion", listed) and re.search(r"version 2 .*candidate", listed)
-    assert "version 2, before that version 1" in rollforward(home, "promote", "candidate", *which).output
+    refused = rollforward(home, "promote", "candidate", *which)
+    assert refused.code == 2 and "--force" in refused.output
+    forced = rollforward(home, "promote", "candidate", "--force", *which)
+    assert "version 2, before that version 1" in forced.output
     assert re.search(r"version 2 .*champion", rollforward(home, "models", *which).output)
     assert "version 1, before that version 2" in rollforward(home, "promote", "previous", *which).output
     unknown = rollforward(home, "promote", "7", *which)
