@@ -23,6 +23,7 @@ from flows.commands.base import prepare_home
 from flows.services import end
 from rl_core.environment import Process
 from rl_core.errors import TrainingError
+from rl_core.guardian import start_guardian
 
 TRAININGS = ["post-train", "retrain"]
 """Flows of which one at a time runs in a work pool."""
@@ -57,6 +58,7 @@ def begin_attempt(max_attempts: int) -> Attempt:
     Raises TrainingError beyond `max_attempts`, after which Prefect does not start the flow run again.
     """
     home = prepare_home(verbose=True)
+    start_guardian()
     sys.path.append(os.getcwd())  # functions of the user's own
     number, name = int(flow_run.run_count or 1), str(flow_run.id)
     if number > max_attempts:

@@ -12,6 +12,7 @@ from rl_core.config.render import render
 from rl_core.console import Console, duration
 from rl_core.environment import home_folder, prepare_libraries
 from rl_core.errors import InputError
+from rl_core.guardian import start_guardian
 
 
 class Terminated(KeyboardInterrupt):
@@ -70,6 +71,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from flows.preflight import preflight
 
     preflight(composed, home)
+    start_guardian()  # before Prefect starts a server
     from flows.post_train import post_train
 
     signal.signal(signal.SIGTERM, _terminate)

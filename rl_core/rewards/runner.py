@@ -51,6 +51,8 @@ class _Item:
     row: Row
     trajectory: dict[str, Any] | None
     result: "asyncio.Future[RewardResult]"
+    again: bool = False
+    """Whether a process that scored it has died already."""
 
     def settle(self, result: RewardResult) -> None:
         if not self.result.done():  # whoever asked may have been cancelled
@@ -150,6 +152,9 @@ class RewardRunner:
         except TimeoutError:
             lost = failure("timeout", f"scorer '{chunk[0].name}' gave no score within reward.timeout_s={limit:g} s")
         except ProcessExpired as error:
+            if not chunk[0].again:  # it may have been killed from outside; a scorer that kills its own does it again
+                self._chunks.extend([replace(item, again=True)] for item in chunk)
+                return
             lost = failure("error", f"the process of scorer '{chunk[0].name}' died with exit code {error.exitcode}")
         except Exception as error:  # no response has a score any more
             for item in chunk:

@@ -78,6 +78,13 @@ def test_failures_have_a_status_and_cost_no_other_response_its_score() -> None:
     assert seconds["fine"] < 0.5 and 1 <= seconds["hang"] < 5
 
 
+def test_a_process_that_is_killed_from_outside_costs_no_score(tmp_path: Path) -> None:
+    row = {**ROW, "extra_info": {"marker": str(tmp_path / "killed")}}
+    function = "scorers_for_tests:by_response"
+    results = scored_by(["killed", "fine"], [row, row], function=function, timeout_s=1.0, processes=1)
+    assert results == [RewardResult(1.0, "ok"), RewardResult(0.5, "ok")] and (tmp_path / "killed").exists()
+
+
 def test_memory_and_rewards_of_a_scorer_are_limited() -> None:
     results = scored(["eat", "many", "fine"], memory_gb=1.5, timeout_s=20)
     assert [(result.score, result.status) for result in results] == [(None, "error"), (None, "error"), (0.5, "ok")]

@@ -1,0 +1,149 @@
+"""The command `rollforward` with points that are noted as the run passes them: command.py run RECIPE …
+
+The points are the calls that make up a step; the library has no hooks for them, so they are wrapped here.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from support_faults import ENGINE, FAULTS, FLOW, RAYLET, REWARD, WORKER, find, kills_left, last_step, note, passing
+
+from flows.commands.base import prepare_home
+
+Step = Callable[..., int]
+
+
+def around(
+    owner: Any, name: str, before: str | None, after: str | None, step: Step, tokens: Step = lambda _: 0
+) -> None:
+    """Wraps a function of a class or module: the points before it begins and after it has ended.
+
+    `step` gets the arguments of the call, `tokens` what it returned.
+    """
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before:
+            passing(before, "before", step(*args, **kwargs))
+        result = function(*args, **kwargs)
+        if after:
+            passing(after, "after", step(*args, **kwargs), tokens(result))
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def only(condition: Callable[..., bool], owner: Any, name: str, boundary: str, step: Step) -> None:
+    """Wraps a function for some of its calls."""
+    plain = getattr(owner, name)
+    around(owner, name, boundary, boundary, step)
+    noted = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kw: (noted if condition(*args, **kw) else plain)(*args, **kw))
+
+
+def prepare() -> None:
+    """Wraps the parts of a run."""
+    from rl_core import steps
+    from rl_core.cluster.calls import Call
+    from rl_core.cluster.roles import Roles
+    from rl_core.cluster.rollout_pool import RolloutPool
+    from rl_core.cluster.rollouts import ColocatedRollouts
+    from rl_core.cluster.worker_group import GroupMethod
+    from rl_core.commit import CHECKPOINTS, Commits
+    from rl_core.ledger import Ledger
+    from rl_core.sampling import Sampler
+    from rl_core.storage import Store
+    from tasks import evaluate
+    from tasks.registry import Registry
+    from tasks.session import Session
+
+    now: Step = lambda *_, **__: last_step()  # noqa: E731
+    begins(Sampler, "batch")
+    around(Sampler, "batch", "rollout", "rollout", lambda _self, step, _phase: step, tokens_of)
+    around(steps, "advantages", "advantage", "advantage", now)
+    for method, boundary in (("update_critic", "critic update"), ("update_actor", "actor update")):
+        only(lambda self, *_, m=method: self.name == m, GroupMethod, "submit", boundary, now)
+        only(lambda self, m=method: self.method == m, Call, "get", boundary, now)
+    for pushes in (ColocatedRollouts, RolloutPool):
+        around(pushes, "push_weights", "weight push", "weight push", lambda _self, version: version)
+    around(Commits, "begin", "checkpoint shards", None, lambda _self, step, _meta: step)
+    around(Roles, "finish_checkpoint", None, "checkpoint shards", now)
+    only(lambda _self, rel, _meta: rel.startswith(CHECKPOINTS), Store, "commit_folder", "manifest",
+         lambda _self, rel, _meta: int(rel.rpartition("_")[2]))  # fmt: skip
+    around(Ledger, "write", "ledger record", "ledger record", lambda _self, step, _record: step)
+    around(Session, "flush_metrics", "metric flush", "metric flush", lambda _self, step: step)
+    around(evaluate, "_kept", "evaluation", "evaluation", lambda session, *_: session.committed_step())
+    around(Registry, "register", "registration", "registration", now)
+    around(Registry, "promote", "alias move", "alias move", now)
+    starts(Roles)
+    for function in ("register", "promote"):
+        victims_live(Registry, function)
+
+
+def begins(owner: Any, name: str) -> None:
+    """Notes which step begins."""
+    function = getattr(owner, name)
+
+    def wrapped(self: Any, step: int, phase: Any) -> Any:
+        (faults() / "step").write_text(str(step))
+        return function(self, step, phase)
+
+    setattr(owner, name, wrapped)
+
+
+def starts(owner: Any) -> None:
+    """Notes the numbers of the actors' processes once they are there."""
+    function = owner.__init__
+
+    def wrapped(self: Any, *args: Any) -> None:
+        function(self, *args)
+        from ray._private.state import actors
+
+        living = {actor["Name"]: actor["Pid"] for actor in actors().values() if actor["State"] == "ALIVE"}
+        (faults() / "processes.json").write_text(json.dumps({FLOW: os.getpid(), **living}))
+        note(faults(), boundary="start", when="after", step=last_step(), tokens=0)
+
+    owner.__init__ = wrapped
+
+
+def victims_live(owner: Any, name: str) -> None:
+    """Where the plan kills a process that has ended by then, it is started again first."""
+    function = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        from tasks.session import current_session
+
+        left = kills_left(faults())
+        if left and left[0].victim in (WORKER, ENGINE, RAYLET, REWARD):
+            try:
+                find(faults(), left[0].victim)
+            except LookupError:
+                current_session().drop_workers()
+                _ = current_session().trainer
+        return function(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def tokens_of(result: Any) -> int:
+    """Tokens that a step's rollouts have sampled."""
+    batch, _ = result
+    return int(batch.batch["response_mask"].sum())
+
+
+def faults() -> Path:
+    return Path(os.environ[FAULTS])
+
+
+if __name__ == "__main__":
+    prepare_home(verbose=False)
+    prepare()
+    from flows.cli import main
+
+    sys.exit(main())

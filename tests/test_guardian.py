@@ -1,0 +1,64 @@
+"""What a process has started ends with it, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_core.guardian import TOKEN, remove_semaphores
+
+# Starts a child that ignores being asked to end, in a session of its own, whose parent has gone.
+SCRIPT = """
+import subprocess, sys, time
+from rl_core.guardian import start_guardian
+start_guardian()
+stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and os._exit(0); "
+stubborn += "time.sleep(60)"
+subprocess.run([sys.executable, "-c", stubborn], start_new_session=True)
+print("ready", flush=True)
+time.sleep({seconds})
+"""
+
+
+def started(process: subprocess.Popen) -> list[psutil.Process]:
+    """The guardian and what else has the process's token."""
+    guardian = next(c for c in psutil.Process(process.pid).children() if "rl_core.guardian" in c.cmdline())
+    token = guardian.environ()[TOKEN].rpartition(" ")[2]
+    return [guardian, *(p for p in psutil.process_iter() if environ(p).get(TOKEN) == token)]
+
+
+def environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+@pytest.mark.parametrize("seconds", [0.5, 60])
+def test_orphans_end_when_their_run_has_ended_or_is_killed(seconds: float) -> None:
+    root = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", SCRIPT.format(seconds=seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root})
+    assert process.stdout and process.stdout.readline() == b"ready\n"
+    family = started(process)
+    assert len(family) == 2 and family[1].ppid() != process.pid
+    if seconds > 1:
+        process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert alive == []
+
+
+def test_semaphores_of_processes_that_are_gone_are_removed() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    files = [Path(f"/dev/shm/sem.loky-{number}-test") for number in (gone.pid, os.getpid())]
+    for file in files:
+        file.touch()
+    remove_semaphores()
+    assert [file.exists() for file in files] == [False, True]
+    files[1].unlink()
