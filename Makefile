@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 EXTRA ?= cpu
 BIN := .venv/bin
 
-.PHONY: demo test check mutation clean
+.PHONY: demo test check mutation faults clean
 
 demo: .venv/installed
 	$(BIN)/rollforward run demo
@@ -15,6 +15,11 @@ test: check
 # Ten bugs are planted into a copy of the library, one at a time; the tests must notice each.
 mutation: .venv/installed
 	$(BIN)/python tests/mutation/run.py
+
+# Kills every part of a run at every point of a step, then 30 parts at random; docs/reliability.md has the table.
+faults: .venv/installed
+	$(BIN)/python tests/faults/matrix.py --write docs/reliability.md
+	$(BIN)/python tests/faults/matrix.py --random 30
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -27,6 +27,8 @@ WHEN = ("before", "after")
 FLOW, WORKER, ENGINE, RAYLET, REWARD = "flow process", "training worker", "rollout engine", "raylet", "reward process"
 VICTIMS = (FLOW, WORKER, ENGINE, RAYLET, REWARD)
 GONE_S = 20.0
+UNNOTICED = "unnoticed"
+"""File that says that Ray does not know yet of its raylet's death: workers go on for some seconds."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def passing(boundary: str, when: str, step: int, tokens: int = 0) -> None:
 
 def _kill(folder: Path, kill: Kill, victim: psutil.Process, step: int) -> None:
     note(folder, victim=kill.victim, boundary=kill.boundary, when=kill.when, step=step, killed=victim.pid)
+    if kill.victim == RAYLET:
+        (folder / UNNOTICED).touch()
     victim.send_signal(signal.SIGKILL)
     end = time.monotonic() + GONE_S
     while _lives(victim):

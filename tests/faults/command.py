@@ -6,16 +6,41 @@ The points are the calls that make up a step; the library has no hooks for them,
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from support_faults import ENGINE, FAULTS, FLOW, RAYLET, REWARD, WORKER, find, kills_left, last_step, note, passing
+from support_faults import (
+    ENGINE,
+    FAULTS,
+    FLOW,
+    RAYLET,
+    REWARD,
+    UNNOTICED,
+    WORKER,
+    find,
+    kills_left,
+    last_step,
+    note,
+    passing,
+)
 
 from flows.commands.base import prepare_home
 
 Step = Callable[..., int]
+
+
+def point(boundary: str, when: str, step: int, tokens: int = 0) -> None:
+    """A point that the flow process passes; it is not left before Ray knows that a raylet has died."""
+    passing(boundary, when, step, tokens)
+    if (faults() / UNNOTICED).exists():
+        import ray
+
+        while any(node["Alive"] for node in ray.nodes()):
+            time.sleep(0.1)
+        (faults() / UNNOTICED).unlink()
 
 
 def around(
@@ -30,10 +55,10 @@ def around(
     @wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if before:
-            passing(before, "before", step(*args, **kwargs))
+            point(before, "before", step(*args, **kwargs))
         result = function(*args, **kwargs)
         if after:
-            passing(after, "after", step(*args, **kwargs), tokens(result))
+            point(after, "after", step(*args, **kwargs), tokens(result))
         return result
 
     setattr(owner, name, wrapped)

@@ -166,6 +166,16 @@ def test_a_killed_flow_process_is_started_again_and_completes(place: Place, firs
     assert place.aliases() == {"champion": "1", "candidate": "1"}
 
 
+def test_a_flow_run_that_is_retried_by_hand_trains_nothing_again(place: Place, first: dict[str, Any]) -> None:
+    manifests = sorted((place.home / "runs/first").glob("checkpoints/*/manifest.json"))
+    before = [file.stat().st_mtime_ns for file in manifests]
+    assert "scheduled for retry" in place.prefect("flow-run", "retry", first["id"]).output
+    until(lambda: place.flow_run(first["id"])["run_count"] == 3, 120, place.log)
+    place.wait(first["id"], "COMPLETED")
+    assert [file.stat().st_mtime_ns for file in manifests] == before
+    assert place.aliases() == {"champion": "1", "candidate": "1"}
+
+
 def test_bad_parameters_make_no_flow_run_and_bad_settings_one_that_fails(place: Place, first: dict[str, Any]) -> None:
     refused, run = place.deployment_run("post-train/post-train", {"max_hours": -1})
     assert refused.code != 0 and not run and "max_hours" in refused.output
