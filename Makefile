@@ -3,13 +3,13 @@ PYTHON ?= python3.11
 EXTRA ?= cpu
 BIN := .venv/bin
 
-.PHONY: demo test check mutation faults clean
+.PHONY: demo test check mutation faults soak clean
 
 demo: .venv/installed
 	$(BIN)/rollforward run demo
 
 test: check
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 	$(BIN)/python tests/mutation/run.py
 
 # Ten bugs are planted into a copy of the library, one at a time; the tests must notice each.
@@ -20,6 +20,10 @@ mutation: .venv/installed
 faults: .venv/installed
 	$(BIN)/python tests/faults/matrix.py --write docs/reliability.md
 	$(BIN)/python tests/faults/matrix.py --random 30
+
+# 2,000 steps of the tiny model; fails when a process, its files or the step time grow.
+soak: .venv/installed
+	$(BIN)/python -m benchmarks.soak
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -12,22 +12,27 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import httpx
 from prefect import get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter, FlowRunFilterState
 from prefect.client.schemas.filters import FlowRunFilterStateType as StateFilter
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 
 from flows.commands.base import prepare_home
 from flows.services import end
 from rl_core.environment import Process
-from rl_core.errors import TrainingError
+from rl_core.errors import TrainingError, TransientError
 from rl_core.guardian import start_guardian
 
 TRAININGS = ["post-train", "retrain"]
 """Flows of which one at a time runs in a work pool."""
 ASK_AGAIN_S = 1.0
+WAITS_S = (10.0, 30.0, 60.0, 120.0)
+"""Waits for MLflow or storage before a plan is given up: a server that starts anew takes so long."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,10 @@ class Attempt:
     file: Path
 
     def once(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the first attempt decided, as JSON."""
+        """What the first attempt decided, as JSON; what storage and MLflow cannot say now is asked for again."""
         kept: dict[str, Any] = json.loads(self.file.read_text())
         if "decided" not in kept:
-            kept["decided"] = decide()
+            kept["decided"] = _patiently(decide)
             _write(self.file, kept)
         decided: dict[str, Any] = kept["decided"]
         return decided
@@ -96,6 +101,25 @@ def other_training() -> str | None:
                     "trainings never overlap; start again when it has ended"
                 )
     return None
+
+
+def asked_to_cancel() -> bool:
+    """Whether somebody cancels this flow run; False when the server does not say."""
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(UUID(str(flow_run.id))).state
+    except (PrefectException, httpx.HTTPError):
+        return False
+    return state is not None and state.type == StateType.CANCELLING
+
+
+def _patiently(decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    for wait in WAITS_S:
+        try:
+            return decide()
+        except TransientError:
+            time.sleep(wait)
+    return decide()
 
 
 def _since(run: FlowRun) -> tuple[Any, str]:

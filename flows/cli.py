@@ -18,6 +18,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0, 1 (failed), 2 (a person has to change something), 130 or 143 (told to stop)."""
     options = _parse(arguments)
     console = Console()
+    code = _done(options, console)
+    if code and options.way_back:
+        console.note("this continues from the last committed step:")
+        console.note(options.way_back)
+    return code
+
+
+def _done(options: argparse.Namespace, console: Console) -> int:
+    """The exit code of the command, which has been carried out; errors are shown."""
     try:
         return int(options.command(options, console) or 0)
     except InputError as error:
@@ -27,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.failure(error)
         return 1
     except KeyboardInterrupt as interrupt:
-        console.note("interrupted; the same command with --resume continues from the last committed step")
+        console.note("interrupted")
         return 143 if isinstance(interrupt, Terminated) else 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -54,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rollforward", description="Reinforcement-learning post-training of language models."
     )
+    parser.set_defaults(way_back="")  # a command line, for when a command that had begun something does not end it
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in MODULES:
         module.register(commands)

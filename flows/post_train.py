@@ -1,12 +1,20 @@
 """The main flow: from rows and a model to a trained, evaluated, registered and perhaps promoted version."""
 
 import time
+from concurrent.futures import Future
+from functools import wraps
 from typing import Any
 
+import httpx
 from prefect import flow
+from prefect.events.clients import NullEventsClient
+from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_API_URL
 
 from rl_core.config.compose import compose
+from rl_core.console import Console
 from rl_core.environment import home_folder
+from rl_core.errors import TransientError
 from tasks.evaluate import evaluate, evaluate_champion
 from tasks.prepare_data import prepare_data
 from tasks.promote import promote, reload
@@ -68,3 +76,30 @@ def post_train(
             "mlflow_run": session.tracker.run_id,
             "tracking_uri": session.tracking_uri,
         }
+
+
+def run_here(*arguments: Any) -> dict[str, Any]:
+    """The summary of `post_train` in this process, whose outcome counts though Prefect's server is gone by then.
+
+    Stages need no server; the flow tells it how it ended. Raises TransientError when there was none to begin with.
+    """
+    outcome: Future[dict[str, Any]] = Future()
+
+    @wraps(post_train.fn)
+    def stages(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            outcome.set_result(post_train.fn(*args, **kwargs))
+        except BaseException as error:
+            outcome.set_exception(error)
+        return outcome.result()
+
+    if not PREFECT_API_URL.value():
+        # The run's own server shows them to nobody, and at the exit each would wait for a dead one.
+        EventsWorker.set_client_override(NullEventsClient)
+    try:
+        return flow(name="post-train", flow_run_name="{recipe}", persist_result=False)(stages)(*arguments)
+    except httpx.HTTPError as error:
+        if not outcome.done():
+            raise TransientError(f"Prefect's server failed: {error}; nothing was begun") from error
+        Console().note(f"Prefect's server is gone ({error}): its pages do not show how the run ended")
+    return outcome.result()

@@ -1,5 +1,6 @@
 """What is looked at before anything starts, so that a person's mistake costs seconds."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import resolve_device
 from rl_core.config.compose import Composed
 from rl_core.config.schema import AgentConfig, RunConfig
+from rl_core.console import Console
 from rl_core.data.dataset import check_tokenizer
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError, TransientError
@@ -18,6 +20,9 @@ from rl_core.rollout.environment import resolve_environment
 from rl_core.rollout.partners import chat_template
 from rl_core.rollout.tool_runner import tool_schemas
 from rl_core.storage import Store
+from rl_core.watchdog import Watchdog
+from tasks.runs import runs_root
+from tasks.stalls import own_frames
 from tasks.tracking import check_tracking, default_tracking_uri
 
 
@@ -56,14 +61,25 @@ def check_engines(config: RunConfig) -> None:
         )
 
 
-def preflight(composed: Composed, home: Path) -> None:
+def watched(config: RunConfig) -> Watchdog:
+    """What ends this process when storage or a server that is looked at never answers."""
+
+    def tell(silent_s: float) -> None:
+        place = own_frames(threading.main_thread().ident or 0)
+        words = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s) before the run: this process is in {place}"
+        Console().failure(TransientError(words))
+
+    return Watchdog(config.trainer.silence_s, tell)
+
+
+def preflight(composed: Composed, home: Path, going_on: bool = False) -> None:
     """InputError for the first thing that the run could not work with: home, storage, MLflow, tools, environment,
-    model, source, device."""
+    model, source, device. With `going_on` there is a run that an MLflow server which is down shall not stop."""
     config = composed.config
     check_home(home)
     if config.storage.root:
-        Store(config.storage.root).check_writable()
-    check_tracking(config.tracking.uri or default_tracking_uri(home))
+        runs_root(config.storage, home).check_writable()
+    check_tracking(config.tracking.uri or default_tracking_uri(home), going_on)
     schemas = check_agent(config.agent)
     if config.model.path != "tiny":
         folder = check_model_folder(config.model.path)

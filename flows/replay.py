@@ -1,9 +1,10 @@
-"""`rollforward replay`: a committed step again from its rollouts, by the run's settings or by others."""
+"""`rollforward replay`: a committed or failed step again from its rollouts, by the run's settings or by others."""
 
 import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from rl_core.config.compose import from_dict, override
 from rl_core.config.schema import RunConfig
 from rl_core.console import Console
 from rl_core.errors import InputError
+from rl_core.failed import FOLDER, read_failure
 from rl_core.ledger import Ledger
-from rl_core.replay import check_recorded, compare, correlation, describe, load_batch, replay
+from rl_core.replay import Comparison, check_recorded, compare, correlation, describe, load_batch, replay
 from rl_core.storage import Store, step_name
 from tasks.runs import RUN_FILE, stored_run
 
@@ -23,37 +25,45 @@ SECTIONS = ("algorithm.", "correction.", "actor.")
 SAMPLING = ("algorithm.max_generated_batches", "algorithm.when_too_few_groups")
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a step: its metrics, its rollouts, and, where it failed, the error."""
+
+    metrics: dict[str, Any]
+    rollouts: str
+    error: str = ""
+
+
 def replay_step(home: Path, run: str, step: int, settings: Sequence[str], console: Console) -> int:
     """Shows how the replay compares with what was trained; returns 0, or 1 when they are not equal.
 
-    With `settings` it shows what they would have given instead. Raises InputError for what cannot be replayed.
+    With `settings` it shows what they would have given instead. Of a step that failed it also says with which error.
+    Raises InputError for what cannot be replayed.
     """
     torch.set_num_threads(1)  # as in training: sums of several threads are rounded otherwise
     sys.path.append(os.getcwd())  # where a run finds estimators of the user's own
     store = stored_run(Store(str(home / "runs")), run)
     config = from_dict(store.read_json(RUN_FILE)["config"])
     other = other_config(config, settings)
-    metrics = _record(store, run, step)
-    where = f"rollouts/{step_name(step)}.parquet"
+    kept = _kept(store, run, step)
+    metrics, where = kept.metrics, kept.rollouts
     trained = load_batch(_rollouts(store, where), config, f"{where} in {store.url}")
     check_recorded(trained, other, f"{where} in {store.url}")
     own_coef = other.algorithm.kl_in_reward_coef
     recorded = own_coef == config.algorithm.kl_in_reward_coef
     replayed, loss = replay(trained, other, metrics.get("kl/coef", own_coef) if recorded else own_coef, step)
-    first = metrics["actor/first_loss"]
+    first = metrics.get("actor/first_loss", math.nan)  # a step may fail before it is known
+    if kept.error:
+        console.note(f"step {step} failed: {kept.error}")
     if settings:
         _show_other(
             console, settings, describe(trained, first), describe(replayed, loss), correlation(trained, replayed)
         )
         return 0
     lines = compare(trained, first, replayed, loss, config.model.dtype)
-    rows = [
-        (c.quantity, f"{c.trained:.6g}", f"{c.replayed:.6g}", f"{c.difference:.1e}", "yes" if c.equal else "no")
-        for c in lines
-    ]
-    head = ("quantity", "trained", "replayed", "largest difference", "equal")
-    console.columns([head, *rows], f"Step {step} of run {run} again, from {where}")
-    return 0 if all(c.equal for c in lines) else 1
+    _show(console, lines, f"Step {step} of run {run} again, from {where}")
+    # The loss is last; it says nothing where there is none to compare it with.
+    return 0 if all(c.equal for c in (lines if "actor/first_loss" in metrics else lines[:-1])) else 1
 
 
 def other_config(config: RunConfig, settings: Sequence[str]) -> RunConfig:
@@ -70,17 +80,18 @@ def other_config(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     return other
 
 
-def _record(store: Store, run: str, step: int) -> dict[str, Any]:
+def _kept(store: Store, run: str, step: int) -> Kept:
     committed = max(store.committed_steps("checkpoints"), default=0)
-    if not 1 <= step <= committed:
-        raise InputError(
-            f"a committed step, 1 to {committed}" if committed else "a run with committed steps",
-            f"step {step}",
-            f"run {run}",
-            "name one of them" if committed else f"continue it with `rollforward run RECIPE --run {run}`",
-        )
-    metrics: dict[str, Any] = Ledger(store).read(step)["metrics"]
-    return metrics
+    if 1 <= step <= committed:
+        return Kept(Ledger(store).read(step)["metrics"], f"rollouts/{step_name(step)}.parquet")
+    if failure := read_failure(store, step):
+        return Kept(failure["metrics"], f"{FOLDER}/{step_name(step)}.parquet", failure["error"])
+    raise InputError(
+        f"a committed step, 1 to {committed}" if committed else "a run with committed steps",
+        f"step {step}",
+        f"run {run}",
+        "name one of them" if committed else f"continue it with `rollforward run RECIPE --run {run}`",
+    )
 
 
 def _rollouts(store: Store, where: str) -> bytes:
@@ -88,6 +99,14 @@ def _rollouts(store: Store, where: str) -> bytes:
         return store.read_bytes(where)
     except FileNotFoundError:
         raise InputError("the rollouts of the step", "no file", f"{where} in {store.url}", "restore it") from None
+
+
+def _show(console: Console, lines: Sequence[Comparison], title: str) -> None:
+    rows = [
+        (c.quantity, f"{c.trained:.6g}", f"{c.replayed:.6g}", f"{c.difference:.1e}", "yes" if c.equal else "no")
+        for c in lines
+    ]
+    console.columns([("quantity", "trained", "replayed", "largest difference", "equal"), *rows], title)
 
 
 def _show_other(

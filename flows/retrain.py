@@ -23,6 +23,7 @@ from rl_core.errors import InputError
 from rl_core.storage import Store
 from tasks.events import emit
 from tasks.registry import CHAMPION, Registry
+from tasks.runs import runs_root
 from tasks.tracking import default_tracking_uri
 
 AS_OF = "{as_of}"
@@ -67,6 +68,8 @@ def retrain(
     if not plan["reason"]:
         return _nothing_to_do(composed, attempt.home)
     result = run_stages(attempt, recipe, plan["settings"], None, plan["stop_at"])
+    if isinstance(result, State):
+        return result
     found = {"data": plan["data"], "run": result["run"], "trained": time.time(), "reason": plan["reason"]}
     store, file = _record(composed.config, attempt.home)
     store.write_json(file, found)
@@ -119,7 +122,7 @@ def from_champion(config: RunConfig, home: Path) -> list[str]:
 
 def _record(config: RunConfig, home: Path) -> tuple[Store, str]:
     """Where it is kept what a model was last retrained on."""
-    root = Store(config.storage.root or str(home / "runs"))
+    root = runs_root(config.storage, home)
     return root.child("retrain"), f"{config.registry.model_name}.json"
 
 

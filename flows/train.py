@@ -5,10 +5,11 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 from pydantic import Field
 
-from flows.attempts import Attempt, begin_attempt, other_training
+from flows.attempts import Attempt, asked_to_cancel, begin_attempt, other_training
 from flows.parameters import GateMode, Hours, gate_setting
 from rl_core.config.compose import compose
 
@@ -40,16 +41,25 @@ def train(
 
 def run_stages(
     attempt: Attempt, recipe: str, settings: list[str], run_name: str | None, stop_at: float | None
-) -> dict[str, Any]:
-    """The summary of `post_train`, whose stages become task runs of the flow run that calls this."""
+) -> dict[str, Any] | State[Any]:
+    """The summary of `post_train`, whose stages become task runs of the flow run that calls this; the state of a flow
+    run that was cancelled."""
     # Ray and torch are imported here, when their environment is set.
     from flows.post_train import post_train
-    from flows.preflight import preflight
+    from flows.preflight import preflight, watched
 
-    preflight(compose(recipe, settings), attempt.home)
-    result: dict[str, Any] = post_train.fn(
-        recipe, settings, run_name or attempt.run_name(recipe), verbose=True, stop_at=stop_at
-    )
+    composed = compose(recipe, settings)
+    with watched(composed.config):
+        preflight(composed, attempt.home, going_on=True)
+    name = run_name or attempt.run_name(recipe)
+    try:
+        result: dict[str, Any] = post_train.fn(recipe, settings, name, verbose=True, stop_at=stop_at)
+    except TerminationSignal:
+        # While steps are made Prefect's own answer to a cancellation is replaced, and it takes SIGTERM for a crash,
+        # after which the automations start the flow run again.
+        if asked_to_cancel():
+            return Cancelled(message=f"cancelled; what is committed stays, run_name={name} continues it")
+        raise
     return result
 
 

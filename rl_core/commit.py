@@ -1,12 +1,20 @@
 """Commits of steps: shards are written while training goes on, and the manifest follows when every rank is done."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rl_core.cluster.roles import Roles
-from rl_core.errors import InputError, TrainingError
+from rl_core.data.protocol import DataProto
+from rl_core.errors import InputError, RollforwardError, TrainingError
+from rl_core.failed import forget_failures, keep_failure
+from rl_core.metrics import Metrics
 from rl_core.storage import Json, Store, step_name
 
+logger = logging.getLogger(__name__)
+
+POLL = 0.1
 CHECKPOINTS = "checkpoints"
 ROLLOUTS = "rollouts.safetensors"
 
@@ -14,15 +22,23 @@ ROLLOUTS = "rollouts.safetensors"
 class Commits:
     """A run's checkpoints, begun and finished one at a time; only a finished one counts."""
 
-    def __init__(self, store: Store, roles: Roles, keep: int, on_commit: Callable[[int], None]) -> None:
-        """Keeps the newest `keep`; `on_commit` gets each step that is committed."""
-        self.store, self.roles, self.keep, self.on_commit = store, roles, keep, on_commit
+    def __init__(
+        self,
+        store: Store,
+        roles: Roles,
+        keep: int,
+        on_commit: Callable[[int], None],
+        on_damage: Callable[[str], None] = logger.error,
+    ) -> None:
+        """Keeps the newest `keep`; `on_commit` gets each step that is committed, `on_damage` what is said of each
+        checkpoint that is passed over."""
+        self.store, self.roles, self.keep = store, roles, keep
+        self.on_commit, self.on_damage = on_commit, on_damage
         self._begun: tuple[int, Json] | None = None
 
     def recover(self) -> tuple[int, Json] | None:
-        """Number and manifest's `meta` of the newest sound checkpoint; everything newer or unfinished is removed."""
-        found = self.store.latest_verified(CHECKPOINTS)
-        self.store.sweep(CHECKPOINTS, newest=found[0] if found else 0)
+        """Number and manifest's `meta` of the newest sound checkpoint; what is damaged or unfinished is removed."""
+        found = self.store.take_up(CHECKPOINTS, self.on_damage)
         self._begun = None
         return (found[0], found[1]["meta"]) if found else None
 
@@ -32,7 +48,9 @@ class Commits:
 
     def begin(self, step: int, meta: Json) -> None:
         """Starts to write the state that all roles have now; they may train on as soon as this returns."""
-        self.roles.save_checkpoint(self.store, f"{CHECKPOINTS}/{step_name(step)}")
+        folder = f"{CHECKPOINTS}/{step_name(step)}"
+        self.store.remove(folder)  # of an attempt before, where a listing was stale: its files must not mix with these
+        self.roles.save_checkpoint(self.store, folder)
         self._begun = step, meta
 
     def rollouts(self, step: int) -> bytes | None:
@@ -47,12 +65,35 @@ class Commits:
         """
         if self._begun is None:
             return
-        (step, meta), self._begun = self._begun, None
-        self.roles.finish_checkpoint()
+        folder, files = f"{CHECKPOINTS}/{step_name(self._begun[0])}", self.roles.finish_checkpoint()
         if rollouts is not None:
-            self.store.write_bytes(f"{CHECKPOINTS}/{step_name(step)}/{ROLLOUTS}", rollouts)
-        self.store.commit_folder(f"{CHECKPOINTS}/{step_name(step)}", meta)
-        self.store.retain(CHECKPOINTS, self.keep)
+            files.append(self.store.add_bytes(rollouts, folder, ROLLOUTS))
+        self._commit(files)
+
+    def rescue(self, step: int, patience_s: float) -> None:
+        """Commits what was begun, where that is `step`, if all its shards are there within `patience_s` seconds.
+
+        Asks no worker, for they may hang or be gone, and never raises: without the commit the step is made again.
+        """
+        if self._begun is None or self._begun[0] != step:
+            return
+        end, folder = time.monotonic() + patience_s, f"{CHECKPOINTS}/{step_name(step)}"
+        try:
+            while (files := self.roles.written_files(self.store, folder)) is None:
+                if time.monotonic() > end:
+                    return
+                time.sleep(POLL)
+            self._commit(files)
+        except RollforwardError as error:
+            logger.warning("step %d is not committed: %s", step, error)
+
+    def _commit(self, files: list[Json]) -> None:
+        assert self._begun is not None
+        step, meta = self._begun
+        self.store.commit_folder(f"{CHECKPOINTS}/{step_name(step)}", meta, files)
+        self._begun = None
+        self.store.retain(CHECKPOINTS, self.keep, newest=step)
+        forget_failures(self.store, step)
         self.on_commit(step)
 
     @contextmanager
@@ -65,4 +106,14 @@ class Commits:
             yield
         except (InputError, TrainingError):
             self.finish()
+            raise
+
+    @contextmanager
+    def replayable(self, step: int, batch: DataProto, metrics: Metrics) -> Iterator[None]:
+        """Keeps what a step trains on when the block ends with an error, for `rollforward replay`."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(RollforwardError):  # storage may be what has failed
+                keep_failure(self.store, step, batch, metrics, error)
             raise

@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib
 
-from rl_core.config.compose import diff
+from rl_core.config.compose import diff, layout_diff
 from rl_core.config.problems import show
 from rl_core.config.schema import RunConfig
 from rl_core.console import clean, duration
@@ -35,7 +35,8 @@ class Side:
 
 def setting_rows(first: Side, second: Side) -> list[Row]:
     """The settings that differ."""
-    return [(key, show(a), show(b)) for key, (a, b) in diff(first.config, second.config).items()]
+    a, b = first.config, second.config
+    return [(key, show(ours), show(theirs)) for key, (ours, theirs) in (diff(a, b) | layout_diff(a, b)).items()]
 
 
 def score_rows(first: Side, second: Side) -> list[Row]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TextIO
 
 from rl_core.errors import InputError
+from rl_core.watchdog import progress
 
 MAX_TEXT = 2000
 _COLOUR = re.compile(r"\x1b\[\d*m")
@@ -114,13 +115,15 @@ class Console:
 
     def _told(self, how: str, error: Exception) -> None:
         self._line(how)
-        for line in str(error).splitlines():
-            self.note(clean(line))
+        for text in (str(error), *getattr(error, "__notes__", ())):
+            for line in text.splitlines():
+                self.note(clean(line))
 
     def _paint(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour else text
 
     def _line(self, text: str) -> None:
+        progress()
         if self._also:
             self._also(_COLOUR.sub("", text))
         encoding = self._stream.encoding or "utf-8"

@@ -95,6 +95,7 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
     prefect = home / "prefect"
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_task_events_report_interval_ms": "0",  # Ray's GCS would remember 100,000 calls
         "RAY_worker_niceness": "0",  # by default Ray gives its workers what others leave of a core
         "PREFECT_HOME": str(prefect),
         "PREFECT_LOCAL_STORAGE_PATH": str(prefect / "storage"),
@@ -103,6 +104,7 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "INFO" if verbose else "CRITICAL",
+        "PREFECT_INTERNAL_LOGGING_LEVEL": "ERROR" if verbose else "CRITICAL",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_CLI_PROMPT": "false",
     }
@@ -111,6 +113,9 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
     for name, service in read_services(home).items():
         if variable := {"prefect": "PREFECT_API_URL", "mlflow": "MLFLOW_TRACKING_URI"}.get(name):
             os.environ.setdefault(variable, service.address)
+    if "PREFECT_API_URL" not in os.environ:
+        # A run's own server does not come back, so the flow need not wait a minute for it twice.
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "3")
     if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(_ray_token(home))

@@ -1,9 +1,13 @@
 """What each step of a run did: one JSON record a step."""
 
-from typing import Any
+import hashlib
+import json
 
-from rl_core.errors import RollforwardError
-from rl_core.storage import Store, step_name
+from rl_core.errors import InputError
+from rl_core.storage import Json, Store, step_name
+
+SHA256 = "sha256"
+"""Key of the checksum in a record's file."""
 
 
 class Ledger:
@@ -18,21 +22,43 @@ class Ledger:
         """Keep the records of the run that `store` holds in its folder `rel`."""
         self.store = store.child(rel)
 
-    def write(self, step: int, record: dict[str, Any]) -> None:
-        """Write the record of a step whole; one that a crashed attempt left is replaced."""
-        self.store.write_json(f"{step_name(step)}.json", record)
+    def write(self, step: int, record: Json) -> None:
+        """Write the record of a step whole, with its checksum; one that a crashed attempt left is replaced."""
+        record = json.loads(json.dumps(record))  # what a reader will see, so that both digests agree
+        self.store.write_json(_name(step), {**record, SHA256: _digest(record)})
 
-    def read(self, step: int) -> dict[str, Any]:
-        """The record of a step; `RollforwardError` when it is missing or is not a record."""
-        name = f"{step_name(step)}.json"
+    def read(self, step: int) -> Json:
+        """The record of a step; `InputError` when it is missing or damaged."""
         try:
-            record = self.store.read_json(name)
+            record = json.loads(self.store.read_bytes(_name(step)))
         except FileNotFoundError:
-            raise RollforwardError(f"the ledger has no record of step {step}: {self.store.url}/{name}") from None
+            raise self._damaged(step, "it is missing") from None
+        except ValueError as error:
+            raise self._damaged(step, str(error)) from None
         if not isinstance(record, dict):
-            raise RollforwardError(f"the ledger's record of step {step} is not a JSON object: {self.store.url}/{name}")
+            raise self._damaged(step, "no JSON object")
+        digest = record.pop(SHA256, None)
+        if digest is not None and digest != _digest(record):  # one that a person has restored has none
+            raise self._damaged(step, "a wrong checksum")
         return record
 
-    def records(self, upto: int, after: int = 0) -> list[dict[str, Any]]:
-        """The records of the steps after + 1 … upto, in order; `RollforwardError` names a step without one."""
+    def _damaged(self, step: int, seen: str) -> InputError:
+        lost = {"step": step, "time": 0, "metrics": {"time/step": 0}}
+        return InputError(
+            f"the ledger's record of step {step} as it was written",
+            seen,
+            f"{self.store.url}/{_name(step)}",
+            f"restore the file; to continue without the numbers of this step, write into it: {json.dumps(lost)}",
+        )
+
+    def records(self, upto: int, after: int = 0) -> list[Json]:
+        """The records of the steps after + 1 … upto, in order; `InputError` names one that is missing or damaged."""
         return [self.read(step) for step in range(after + 1, upto + 1)]
+
+
+def _name(step: int) -> str:
+    return f"{step_name(step)}.json"
+
+
+def _digest(record: Json) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

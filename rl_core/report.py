@@ -70,6 +70,7 @@ def render_report(
     samples: Sequence[Mapping[str, Any]],
     summary: Mapping[str, float | None],
     scoring: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The page as HTML text; what is missing in the arguments is left out of it.
 
@@ -80,6 +81,7 @@ def render_report(
     samples: {"prompt", "ground_truth", "answer_before", "answer_after": str, "score_before", "score_after": 0 to 1}.
     summary: `greedy_before greedy_after sampled_before sampled_after`, scores.
     scoring: what `scoring_rows` gives.
+    notes: time and text of what happened to the run.
     """
     with matplotlib.rc_context(STYLE):
         charts = [panel for chart in CHARTS if (panel := _line_panel(chart, records))]
@@ -92,6 +94,7 @@ def render_report(
         name=clean(str(run.get("name", ""))),
         scores=_headline(summary),
         facts=_facts(run),
+        notes=[(when, clean(text)) for when, text in notes],
         charts=charts,
         samples=[_sample(sample) for sample in samples[:MAX_SAMPLES]],
         left_out=max(0, len(samples) - MAX_SAMPLES),

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_core.errors import RollforwardError
 from rl_core.storage import Store
+from rl_core.watchdog import progress
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,15 @@ class Status(BaseModel):
         return "stopped" if self.state == "running" and not self.lives else self.state
 
     @property
+    def doing(self) -> str:
+        """Stage and phase since when: `stage train, step 3: the trainer waits for scores, since 14:02:11`."""
+        where = f"stage {self.stage or 'none'}"
+        if self.phase:
+            where += f", step {self.step + 1}: {WAITS.get(self.phase, self.phase)}"
+        since = time.localtime(self.phase_since if self.phase else self.stage_since or self.beat)
+        return f"{where}, since {time.strftime('%H:%M:%S', since)}"
+
+    @property
     def seconds_left(self) -> float:
         """Time that the steps which are missing take at the present rate."""
         return (self.steps - self.step) * self.seconds_per_step
@@ -104,6 +114,7 @@ class StatusWriter:
 
     def update(self, **changes: Any) -> None:
         """Fields that are otherwise from now on."""
+        progress()
         self.status = self.status.model_copy(update=changes)
         self._changed.set()
 

@@ -1,5 +1,6 @@
 """PPOTrainer: the loop of reinforcement learning on the driver, from prompts to a committed step."""
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ from rl_core.sampling import Sampler
 from rl_core.storage import Json, Store, step_name
 from rl_core.upcoming import Upcoming
 
+logger = logging.getLogger(__name__)
+
 
 class PPOTrainer:
     """One run's training: it starts from the last committed step and commits every step that it makes."""
@@ -36,13 +39,16 @@ class PPOTrainer:
         on_step: Callable[[dict[str, Any]], None],
         on_commit: Callable[[int], None],
         on_phase: Callable[[int, str], None] = lambda step, phase: None,
+        stop: Callable[[], bool] = lambda: False,
+        on_damage: Callable[[str], None] = logger.error,
     ) -> None:
         """`on_step` gets each step's ledger record, `on_commit` the newest step that a checkpoint covers, `on_phase`
-        step and name of each phase as it begins."""
+        step and name of each phase as it begins, `on_damage` what is said of a checkpoint that is not used; `stop` says
+        whether a step shall be the last one."""
         self.config, self.store, self.roles = config, store, roles
-        self.on_step, self.on_phase = on_step, on_phase
+        self.on_step, self.on_phase, self.stop = on_step, on_phase, stop
         self.ledger = Ledger(store)
-        self.commits = Commits(store, roles, config.trainer.keep_checkpoints, on_commit)
+        self.commits = Commits(store, roles, config.trainer.keep_checkpoints, on_commit, on_damage)
         weights = [source.weight for source in config.data.sources]
         loader = StatefulLoader(rows.sizes, config.data.train_batch_size, config.trainer.seed, data_hash, weights)
         self.upcoming = Upcoming(config, rows, loader, roles)
@@ -67,10 +73,11 @@ class PPOTrainer:
             self.upcoming.load_state_dict(meta["upcoming"], self.commits.rollouts(self.step))
 
     def fit(self, until: int) -> None:
-        """Trains up to and including step `until`; all of it is committed when this returns."""
+        """Trains up to step `until`, or the one at which it is told to stop; all is committed when this returns."""
         config, roles = self.config, self.roles
         passes = config.actor.ppo_epochs + config.needs_critic * config.critic.ppo_epochs
-        while self.step < until:
+        last = self.step >= until
+        while not last:
             step = self.step + 1
             phase = Phases(partial(self.on_phase, step))
             with self.commits.kept():
@@ -94,26 +101,28 @@ class PPOTrainer:
             tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
             with phase("commit"):
                 self.commits.finish(self.upcoming.saved(step))  # the step before, written during the rollouts
-            with phase("update"):
-                critic_update = roles.critic.update_critic.submit(rows) if config.needs_critic else None
-                metrics |= prefixed("actor", roles.actor.update_actor(rows))
-                if critic_update:
-                    metrics |= prefixed("critic", critic_update.get())
-                phase.count("update", tokens * passes)
-            with phase("rollout"):
-                self.upcoming.before_push()
-            with phase("push"):
-                metrics["kl/canary"] = roles.rollout.push_weights(step)
+            with self.commits.replayable(step, batch, metrics):
+                with phase("update"):
+                    critic_update = roles.critic.update_critic.submit(rows) if config.needs_critic else None
+                    metrics |= prefixed("actor", roles.actor.update_actor(rows))
+                    if critic_update:
+                        metrics |= prefixed("critic", critic_update.get())
+                    phase.count("update", tokens * passes)
+                with phase("rollout"):
+                    self.upcoming.before_push()
+                with phase("push"):
+                    metrics["kl/canary"] = roles.rollout.push_weights(step)
             with phase("commit"):
                 self.store.write_bytes(f"rollouts/{step_name(step)}.parquet", steps.rollout_parquet(batch))
-                if step % config.trainer.save_every == 0 or step == until:
+                last = step == until or self.stop()
+                if last or step % config.trainer.save_every == 0:
                     self.commits.begin(step, self._meta(step))
             # The record comes before the manifest: it counts once a manifest covers its step.
             record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
             self.ledger.write(step, record)
             self.on_step(record)
             self.step = step
-        self.commits.finish(self.upcoming.saved(until + 1))
+        self.commits.finish(self.upcoming.saved(self.step + 1))
 
     def _meta(self, step: int) -> Json:
         return {"step": step, "upcoming": self.upcoming.state_dict(), "kl_coef": self.kl_controller.coef}

@@ -48,8 +48,8 @@ def warm_start(
         on_step(step, losses[-1])
         if fmean(losses[-RECENT:]) <= config.warm_start.stop_loss:
             break
-    roles.actor.export(store, FOLDER)
-    store.commit_folder(FOLDER, {"steps": len(losses), "loss": losses[-1]})
+    files = roles.actor.export(store, FOLDER)[0]
+    store.commit_folder(FOLDER, {"steps": len(losses), "loss": losses[-1]}, files)
 
 
 def supervised_batch(

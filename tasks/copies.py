@@ -1,8 +1,8 @@
 """Copies of a version: under a production name, or in the MLflow of another place."""
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from rl_core.credentials import without_credentials
 from rl_core.errors import InputError
 from tasks.registry import TAG_PREFIX, Registry
 from tasks.tracking import Tracker, mlflow_client, mlflow_errors
@@ -27,7 +27,8 @@ def copy_version(source: Registry, version_or_alias: str, name: str, uri: str | 
         raise InputError(
             "another registered model", f"{name} itself", "--to", "give another name, or another MLflow with --to-uri"
         )
-    origin = {"copied_from": f"models:/{source.name}/{info.version}", "copied_from_uri": _without_login(source.uri)}
+    came_from = f"models:/{source.name}/{info.version}"
+    origin = {"copied_from": came_from, "copied_from_uri": without_credentials(source.uri)}
     if target.uri != source.uri:
         folder = source.local_folder(info.version, cache)
         run_id = _run_of_copies(target.uri, info.checkpoint)
@@ -47,8 +48,3 @@ def _run_of_copies(uri: str, checkpoint: str) -> str:
     run_id = tracker.run_id
     tracker.end("FINISHED")
     return run_id
-
-
-def _without_login(uri: str) -> str:
-    parts = urlsplit(uri)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if parts.netloc else uri

@@ -8,9 +8,10 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.errors import InputError, TrainingError
 from rl_core.model_card import folder_hash, weights_hash
 from rl_core.models.load import load_tokenizer
-from rl_core.storage import Json, Store, step_name
+from rl_core.storage import Json, step_name
 from tasks.export import export
 from tasks.registry import CHAMPION
+from tasks.runs import runs_root
 from tasks.session import Session, current_session
 from tasks.stage import stage
 
@@ -30,9 +31,7 @@ def evaluate(step: int) -> dict[str, float]:
     if not session.store.exists(result_file(step)):
 
         def made() -> Json:
-            trainer = session.trainer
-            if trainer.step != step:
-                raise TrainingError(f"the policy to evaluate is that of step {step}, training is at {trainer.step}")
+            session.trainer_at(step)
             return evaluation.evaluate(session.config, session.val_rows, session.roles, session.tokenizer)
 
         weights = weights_hash(export(step)) if step else folder_hash(session.policy_model)
@@ -94,7 +93,7 @@ def _of_version(session: Session, version: str) -> Json:
 
 def _kept(session: Session, weights: str, made: Callable[[], Json]) -> Json:
     """The evaluation of these weights out of those that all runs share, or made and put there."""
-    root = Store(session.config.storage.root or str(session.run.home / "runs"))
+    root = runs_root(session.config.storage, session.run.home)
     data = evaluation.rows_hash(session.val_rows.rows)
     return evaluation.cached(root, weights, data, evaluation.settings_of(session.config), made)
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rl_core.errors import TrainingError
 from rl_core.rollout.canary import Canary
 from rl_core.storage import step_name
 from tasks.session import current_session
@@ -19,13 +18,11 @@ def export_folder(step: int) -> str:
 def export(step: int) -> dict[str, Any]:
     """Commits the policy at the step that training has reached as a folder, once; returns its manifest."""
     session, folder = current_session(), export_folder(step)
-    manifest = session.store.read_manifest(folder)
+    manifest = session.sound(folder)
     if manifest is None:
-        trainer = session.trainer
-        if trainer.step != step:
-            raise TrainingError(f"the policy to export is that of step {step}, training is at step {trainer.step}")
-        session.roles.actor.export(session.store, folder)
+        session.trainer_at(step)
+        files = session.roles.actor.export(session.store, folder)[0]
         canary: Canary = session.roles.actor.canary()[0]
         session.store.write_json(CANARY, {"token_ids": canary.token_ids, "log_probs": canary.log_probs})
-        manifest = session.store.commit_folder(folder, {"step": step})
+        manifest = session.store.commit_folder(folder, {"step": step}, files)
     return manifest

@@ -11,7 +11,7 @@ from rl_core.errors import InputError
 from rl_core.ledger import Ledger
 from rl_core.report import render_report, scoring_rows
 from rl_core.storage import Json, Store, step_name
-from tasks.runs import RUN_FILE, committed_step
+from tasks.runs import NOTES, RUN_FILE, committed_step
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,12 @@ def run_page(store: Store, others: Mapping[str, Any]) -> str:
     found = scores(store)
     summary = {f"{name}_{when}": found.get(name, (None, None))[place]
                for name in ("greedy", "sampled") for place, when in enumerate(("before", "after"))}  # fmt: skip
-    return render_report(facts, records, _samples(store), summary, _scoring(store, step))
+    return render_report(facts, records, _samples(store), summary, _scoring(store, step), _notes(store))
+
+
+def _notes(store: Store) -> list[tuple[str, str]]:
+    notes = store.read_json(NOTES) if store.exists(NOTES) else []
+    return [(time.strftime("%Y-%m-%d %H:%M", time.localtime(note["time"])), note["text"]) for note in notes]
 
 
 def _scoring(store: Store, last: int) -> list[dict[str, Any]]:
@@ -103,7 +108,10 @@ def described(store: Store, links: Mapping[str, str]) -> str:
     model, steps = run["config"]["model"]["path"], run["config"]["trainer"]["steps"]
     head = f"Run **{run['name']}** of the recipe `{run['recipe']}`: {committed_step(store)} of {steps} steps"
     return "\n".join(
-        [f"{head}, model `{model}`.", "", f"Held-out scores: {', '.join(told) or 'none yet'}", "", *places]
+        [
+            *(f"{head}, model `{model}`.", "", f"Held-out scores: {', '.join(told) or 'none yet'}", "", *places),
+            *(f"- {when}: {text}" for when, text in _notes(store)),
+        ]
     )
 
 

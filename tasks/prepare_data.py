@@ -20,7 +20,7 @@ def prepare_data() -> dict[str, Any]:
     """
     session = current_session()
     assert session.chat  # a template that cannot take tools or environment is refused before anything is made
-    committed = session.store.read_manifest("data")
+    committed = session.sound("data", content=False)  # what rows say is checked as they are read
     if committed and not session.keep_data:
         check_unchanged(committed["meta"]["files"], session.config.data.paths, session.run.name)
     facts = prepare.prepare_data(
@@ -31,7 +31,7 @@ def prepare_data() -> dict[str, Any]:
         lambda count: session.console.note(f"{count:,} rows so far"),
     )
     check_scorers(session.config.reward, {name: f"{rows:,} rows" for name, rows in facts["data_sources"].items()})
-    session.tracker.set_tags({"rollforward.data_hash": facts["data_hash"]})
+    session.flush_now(session.committed_step())  # opens the run in MLflow
     show(prepare.read_report(session.store), session.store.url, session.console)
     return facts
 

@@ -28,6 +28,7 @@ LINEAGE = {
 def register(step: int, data_hash: str, before: dict[str, float], after: dict[str, float]) -> str:
     """Exports the policy, registers it once, and points the alias `candidate` at it; returns the version."""
     session = current_session()
+    session.send_metrics(step)  # an outage may have held them back until now
     manifest, tags = export(step), _tags(session, step, data_hash)
     evaluations = [session.store.read_json(result_file(each)) for each in (0, step)]
     manifest = _with_card(session, manifest, tags, *evaluations)
@@ -98,5 +99,6 @@ def _with_card(
     committed = {file["path"]: file["sha256"] for file in manifest["files"]}
     if committed.get(CARD) == hashlib.sha256(card).hexdigest():
         return manifest
-    session.store.write_bytes(f"{folder}/{CARD}", card)
-    return session.store.commit_folder(folder, manifest["meta"])
+    files = [file for file in manifest["files"] if file["path"] != CARD]
+    files.append(session.store.add_bytes(card, folder, CARD))
+    return session.store.commit_folder(folder, manifest["meta"], files)

@@ -10,12 +10,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import InputError, TransientError
 from tasks.events import emit
 from tasks.tracking import mlflow_client, mlflow_errors
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 WAITING, REFUSED, APPROVED = "waiting", "refused", "approved"
@@ -78,7 +82,10 @@ class Registry:
     def __init__(self, uri: str, name: str) -> None:
         """Open the registered model `name`, which is made by the first registration."""
         self.uri, self.name = uri, name
-        self._client = mlflow_client(uri)
+
+    @cached_property
+    def _client(self) -> "MlflowClient":
+        return mlflow_client(self.uri)  # reads the file, which may be locked
 
     def register(
         self, folder: Path, run_id: str, checkpoint_hash: str, tags: Mapping[str, str], metrics: Mapping[str, float]
@@ -174,7 +181,8 @@ class Registry:
     def local_folder(self, version_or_alias: str, cache: Path) -> Path:
         """The model's files as a folder below `cache`, downloaded on first use; do not change what is in it."""
         info = self.get(version_or_alias)
-        key = info.checkpoint or hashlib.sha256(f"{self.uri} {self.name} {info.version}".encode()).hexdigest()
+        # A tag is whatever somebody wrote there: as its hash it cannot lead out of the cache.
+        key = hashlib.sha256((info.checkpoint or f"{self.uri} {self.name} {info.version}").encode()).hexdigest()
         folder = cache / "versions" / key[:32]
         if not folder.exists():
             try:
@@ -302,11 +310,21 @@ class Registry:
         """Upload the folder and make a version of it."""
         experiment = self._client.get_run(run_id).info.experiment_id
         all_tags = {**{TAG_PREFIX + key: str(value) for key, value in facts.items()}, **tags}
-        model = self._client.create_logged_model(experiment, source_run_id=run_id, tags=all_tags)
+        model = self._logged_model(experiment, run_id, checkpoint_hash, all_tags)
         self._client.log_model_artifacts(model.model_id, str(folder))
         self._client.finalize_logged_model(model.model_id, "READY")
         # The location itself, not models:/<id>: SQLite resolves that by MLflow's global tracking URI, not the client's.
         self.create_version(model.artifact_location, run_id, {**all_tags, _MODEL: model.model_id})
+
+    def _logged_model(self, experiment: str, run_id: str, checkpoint_hash: str, tags: Mapping[str, str]) -> Any:
+        """MLflow's entry for the files, which an attempt that failed or a repeated request may have made already."""
+        condition = f"tags.`{_CHECKPOINT}` = '{checkpoint_hash}' AND source_run_id = '{run_id}'"
+        if not (found := self._client.search_logged_models([experiment], condition)):
+            self._client.create_logged_model(experiment, source_run_id=run_id, tags=dict(tags))
+            found = self._client.search_logged_models([experiment], condition)
+        for twin in found[1:]:
+            self._client.delete_logged_model(twin.model_id)
+        return found[0]
 
     def create_version(self, source: str, run_id: str | None, tags: Mapping[str, str]) -> None:
         """Make a version of files that MLflow has; `tags` have their prefixes and say which logged model they are."""

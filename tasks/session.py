@@ -4,9 +4,12 @@ Stages are Prefect tasks with JSON-sized inputs; they find the session of the fl
 """
 
 import shutil
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +24,8 @@ from rl_core.config.compose import config_hash, flatten, to_yaml
 from rl_core.config.schema import RunConfig
 from rl_core.console import Console, duration
 from rl_core.data.dataset import RLHFDataset, ToolsOf
-from rl_core.errors import RollforwardError
+from rl_core.errors import RollforwardError, TrainingError, TransientError, words
+from rl_core.failed import failed_step
 from rl_core.ledger import Ledger
 from rl_core.models.load import check_model_folder, check_shape, load_tokenizer, same_shape, stop_tokens
 from rl_core.models.tiny import save_tiny_model
@@ -30,17 +34,21 @@ from rl_core.rollout.partners import chat_template
 from rl_core.rollout.tool_runner import tool_schemas
 from rl_core.rollout.toolbox import row_schemas
 from rl_core.status import State, StatusWriter
-from rl_core.storage import Store
+from rl_core.storage import MANIFEST, Json, Store
 from rl_core.trainer import PPOTrainer
 from rl_core.warm_start import FOLDER as WARM_START
+from rl_core.watchdog import Watchdog
+from tasks.orphans import MLFLOW_STATES, STORE_TAG, end_orphans, place_of
+from tasks.outage import Pace
 from tasks.prefect_pages import PrefectPages
 from tasks.registry import Registry
-from tasks.runs import Run, committed_step
+from tasks.runs import NOTES, Run, committed_step
+from tasks.stalls import keep_stall, own_frames
+from tasks.stopping import Stopping
 from tasks.traces import Traces
-from tasks.tracking import Tracker, default_tracking_uri, local_tracking_uri
+from tasks.tracking import Records, Tracker, default_tracking_uri, local_tracking_uri
 
 _current: ContextVar["Session"] = ContextVar("session")
-MLFLOW_STATES: Any = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 def current_session() -> "Session":
@@ -61,9 +69,18 @@ class Session:
         self.pages = PrefectPages(run.name)
         self.console = Console(also=self.pages.line)
         self.status = StatusWriter(self.store, self.config.trainer.steps, self.committed_step())
+        self.stopping = Stopping(self.config.trainer.grace_s, self.console.note)
+        self.watchdog = Watchdog(self.config.trainer.silence_s, self._tell_hang)
         self._resources = ExitStack()
         self._trainer: PPOTrainer | None = None
         self._seconds: list[float] = []
+        self._sound: set[str] = set()
+        self._copied: set[tuple[str, str | None]] = set()
+        self._pace = Pace()
+        self.failures: list[str] = []
+        """What each attempt of the present stage that may be repeated ended with."""
+        for key, (before, now) in run.moved.items():
+            self.console.note(f"{key} was {before} when the run began, now {now}: results are equal within rounding")
 
     @property
     def tracking_uri(self) -> str:
@@ -72,13 +89,20 @@ class Session:
 
     @cached_property
     def tracker(self) -> Tracker:
-        """The run's MLflow run, opened with its config."""
+        """The run's MLflow run, which is opened, with its config, when MLflow can be reached."""
         is_file = self.tracking_uri == local_tracking_uri(self.run.home)
         local = self.run.home / "mlartifacts" if is_file else None
         digest = config_hash(self.config)
-        tracker = Tracker(self.tracking_uri, self.config.tracking.experiment, self.run.name, digest, local)
-        tracker.log_config(flatten(self.config), to_yaml(self.config), digest)
-        return tracker
+        experiment = self.config.tracking.experiment
+        return Tracker(self.tracking_uri, experiment, self.run.name, digest, local, self._describe)
+
+    def _describe(self, tracker: Tracker) -> None:
+        tracker.log_config(flatten(self.config), to_yaml(self.config), config_hash(self.config))
+        tags = {STORE_TAG: place_of(self.store)}
+        if manifest := self.store.read_manifest("data"):
+            tags["rollforward.data_hash"] = manifest["meta"]["data_hash"]
+        tracker.set_tags(tags)
+        end_orphans(tracker, Store(self.config.storage.root or str(self.run.home / "runs")))
 
     @cached_property
     def registry(self) -> Registry:
@@ -129,6 +153,24 @@ class Session:
         """The committed held-out rows."""
         return RLHFDataset.load(self.store, "val", self.tokenizer, self.tools_of)
 
+    def sound(self, folder: str, content: bool = True) -> Json | None:
+        """The manifest of a committed folder whose files are all as committed; None when it has to be made.
+
+        Looked at once an attempt; what is damaged is told and removed. Without `content` it is by names and sizes only.
+        """
+        if folder not in self._sound and self.store.exists(f"{folder}/{MANIFEST}"):
+            if problems := self.store.verify(folder, content):
+                self.warn(f"{self.store.url}/{folder} is damaged and is made again: {'; '.join(problems)}")
+                self.store.remove(folder)
+            self._sound.add(folder)
+        return self.store.read_manifest(folder)
+
+    def warn(self, text: str) -> None:
+        """Tells what happened to the run, now and in its report."""
+        self.console.note(f"! {text}")
+        told = self.store.read_json(NOTES) if self.store.exists(NOTES) else []
+        self.store.write_json(NOTES, [*told, {"time": time.time(), "text": text}])
+
     @property
     def policy_model(self) -> Path:
         """Folder of the policy that reinforcement starts from: after the warm start, or the base model."""
@@ -141,8 +183,10 @@ class Session:
         local = self.store.local_path(folder)
         if local is None:
             local = self.run.home / "cache" / self.run.name / folder
-            if not local.exists():
+            key = folder, (self.store.read_manifest(folder) or {}).get("sha256")
+            if key not in self._copied:
                 self.store.download(folder, local)
+                self._copied.add(key)
         return local
 
     def downloaded(self, version: str) -> Path:
@@ -173,10 +217,21 @@ class Session:
                 self._show_step,
                 self.flush_metrics,
                 self.status.phase,
+                self.stopping.asked,
+                self.warn,
             )
             trainer.start(str(self.policy_model))
             self._trainer = trainer
         return self._trainer
+
+    def trainer_at(self, step: int) -> PPOTrainer:
+        """The trainer at a step that was committed; steps whose checkpoints are damaged are trained again."""
+        trainer = self.trainer
+        if trainer.step > step:
+            raise TrainingError(f"the policy that is asked for is that of step {step}, training is at {trainer.step}")
+        if trainer.step < step:
+            trainer.fit(step)
+        return trainer
 
     def load_model(self, folder: Path) -> None:
         """Puts another model into the workers, which start anew where theirs is of another shape; the trainer starts
@@ -193,6 +248,7 @@ class Session:
         step, total, metrics = record["step"], self.config.trainer.steps, record["metrics"]
         self._seconds = [*self._seconds[-9:], metrics["time/step"]]
         mean = sum(self._seconds) / len(self._seconds)
+        self.stopping.step_began(mean)
         self.status.update(step=step, phase="", seconds_per_step=mean, reward=metrics.get("reward/mean"))
         left = self.status.status.seconds_left
         self.console.step(step, total, metrics, left)
@@ -204,9 +260,26 @@ class Session:
         return Traces(self.tracker, self.store, self.tokenizer, self.config.tracking.traces_per_step)
 
     def flush_metrics(self, step: int) -> None:
-        """Sends to MLflow what it does not have yet of the records and traces up to the committed `step`."""
-        self.tracker.flush(self.records(step))
+        """What `flush_now` does, unless that would slow training down."""
+        if self._pace.due:
+            with self._pace.timed():
+                self.flush_now(step)
+
+    def flush_now(self, step: int) -> None:
+        """Sends to MLflow what it does not have yet of the records and traces up to the committed `step`.
+
+        During an outage nothing is sent, and the ledger keeps it.
+        """
+        self.tracker.flush(self._records_to(step))
         self.traces.flush(step)
+
+    def send_metrics(self, step: int) -> None:
+        """Sends them for certain; TransientError on an outage."""
+        self.tracker.send(self._records_to(step))
+        self.traces.send(step)
+
+    def _records_to(self, step: int) -> Records:
+        return lambda after: Ledger(self.store).records(step, max(after, 0))
 
     def records(self, upto: int | None = None) -> list[dict[str, Any]]:
         """Ledger records of all committed steps, or of those up to `upto`."""
@@ -216,11 +289,35 @@ class Session:
         """The newest step that a checkpoint covers, 0 when there is none."""
         return committed_step(self.store)
 
-    def drop_workers(self) -> None:
-        """Ends workers and Ray; the next stage that needs them starts anew from the last commit."""
+    def drop_workers(self, patience_s: float = 0.0) -> None:
+        """Ends workers and Ray; the next stage that needs them starts anew from the last commit.
+
+        A finished step is committed before, if all its shards are there within `patience_s` seconds. Not where rollouts
+        that were made ahead belong to it, which the workers may still have.
+        """
+        if self._trainer and not self.config.max_staleness:
+            self._trainer.commits.rescue(self._trainer.step, patience_s)
         self._trainer = None
+        self._sound.clear()
+        self._copied.clear()
         self.__dict__.pop("roles", None)
         self._resources.close()
+
+    def keep_stall(self, why: str) -> Path:
+        """Writes who waits for what, `why`, and what this process does to a file below the home folder."""
+        return keep_stall(self.run.home, self.run.name, self.status.status, why)
+
+    def _tell_hang(self, silent_s: float) -> None:
+        """What is said before this process ends because it got nowhere."""
+        doing, place = self.status.status.doing, own_frames(threading.main_thread().ident or 0)
+        why = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s): {doing}; this process is in {place}"
+        file = self.keep_stall(why)
+        self.console.failure(TransientError(why))
+        self.console.note(f"stacks: {file}")
+        self.console.note(f"the same command with --run {self.run.name} continues from the last committed step")
+        self.status.close("failed", why)
+        if "tracker" in self.__dict__:
+            self.tracker.end("FAILED")
 
 
 @contextmanager
@@ -229,19 +326,34 @@ def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> It
     session = Session(run, verbose, keep_data)
     token = _current.set(session)
     state: State = "finished"
-    words = ""
-    try:
-        yield session
-    except BaseException as error:
-        state = "failed" if isinstance(error, Exception) else "stopped"
-        # What other libraries say may be long, and may hold what no file should.
-        words = str(error).partition("\n\n")[0] if isinstance(error, RollforwardError) else type(error).__name__
-        session.pages.line(f"✗ {state}: {words}")
-        raise
-    finally:
-        session.drop_workers()
-        session.status.close(state, words if state == "failed" else "")
-        if "tracker" in session.__dict__:
-            session.tracker.end(MLFLOW_STATES[state])
-        _current.reset(token)
-        sys.stdout.flush()
+    why = ""
+    with session.watchdog:
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the command blocks it while servers start
+            yield session
+        except BaseException as error:
+            state = "failed" if isinstance(error, Exception) else "stopped"
+            why = words(error)
+            session.pages.line(f"✗ {state}: {why}")
+            if state == "failed" and (way := to_replay(session)):
+                error.add_note(way)
+            raise
+        finally:
+            session.drop_workers(session.stopping.left_s)
+            session.status.close(state, why if state == "failed" else "")
+            if "tracker" in session.__dict__ and not run.lease.lost:
+                with suppress(RollforwardError):  # storage may be what ended the run
+                    session.flush_now(session.committed_step())
+                session.tracker.end(MLFLOW_STATES[state])
+            run.close()
+            _current.reset(token)
+            sys.stdout.flush()
+
+
+def to_replay(session: Session) -> str:
+    """What a person may type to look at the step that failed; empty when none is kept."""
+    with suppress(RollforwardError):  # storage may be what has failed
+        if failed := failed_step(session.store, session.committed_step()):
+            run = session.run.url if session.config.storage.root else session.run.name
+            return f"rollforward replay {run} {failed}   computes the step that failed again"
+    return ""

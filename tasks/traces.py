@@ -15,7 +15,8 @@ from rl_core.ledger import Ledger
 from rl_core.processes import writable
 from rl_core.storage import Store, step_name
 from rl_core.traces import Transcript, Turn, transcripts
-from tasks.tracking import KEY_TAG, RUN_TAG, Outage, Tracker, mlflow_client, mlflow_errors
+from tasks.outage import Outage
+from tasks.tracking import KEY_TAG, RUN_TAG, Tracker, mlflow_client, mlflow_errors
 
 if TYPE_CHECKING:
     from mlflow.entities import Span, TraceInfo
@@ -42,20 +43,25 @@ class Traces:
         self._last_step: int | None = None
 
     def flush(self, upto: int) -> int:
+        """What `send` does, in seconds; an outage is only warned about and 0 is returned."""
+        with self._outage.passing():
+            if self.per_step:
+                self._outage.probe()
+            return self.send(upto)
+        return 0
+
+    def send(self, upto: int) -> int:
         """Sends the traces of the steps up to the committed `upto` that MLflow does not have yet; returns their number.
 
-        Never raises for what MLflow or a step's file does: the first call that gets through sends what an outage held
-        back, and a step whose rollouts are gone or damaged has no traces.
+        A step whose rollouts are gone or damaged has no traces. Raises `TransientError` on an outage.
         """
         sent = 0
         if not self.per_step:
             return sent
-        with self._outage.passing():
-            self._outage.probe()
-            for step in range(self._traced_step() + 1, upto + 1):
-                sent += self._send(step)
-                self.tracker.set_tags({TRACED_TAG: str(step)})
-                self._last_step = step
+        for step in range(self._traced_step() + 1, upto + 1):
+            sent += self._send(step)
+            self.tracker.set_tags({TRACED_TAG: str(step)})
+            self._last_step = step
         return sent
 
     def _traced_step(self) -> int:

@@ -6,13 +6,16 @@ MLflow is imported inside functions so that `quiet_mlflow` can set its environme
 import logging
 import os
 import re
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_core.credentials import HOW, holds_credentials
 from rl_core.errors import InputError, RollforwardError, TransientError
+from tasks.outage import LOCKED, Outage, brief_calls, server_problem, sqlite_problem
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -23,11 +26,11 @@ STEP_METRIC = "rollforward/step"
 RUN_TAG = "rollforward.run"
 KEY_TAG = "rollforward.key"
 CONFIG_TAG = "rollforward.config_hash"
+_ATTEMPT_TAG = "rollforward.attempt"
 
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
-_PROBE_TIMEOUT_S = 3
 _CALLER_MISTAKES = {
     "INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE", "BAD_REQUEST",
     "PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED",
@@ -59,13 +62,17 @@ def default_tracking_uri(home: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(home)
 
 
-def check_tracking(uri: str) -> None:
+def check_tracking(uri: str, going_on: bool = False) -> None:
     """Make sure that runs can be tracked at `uri`, within seconds and before anything else starts.
 
-    Raises `InputError` when no MLflow server answers there, the SQLite file cannot be written, or it is neither.
+    Raises `InputError` when no MLflow server answers there, the SQLite file cannot be written, or it is neither. With
+    `going_on` a server need not answer: its address was right before, and the ledger keeps what it misses. Neither
+    need a file that another process has locked.
     """
+    if holds_credentials(uri):
+        raise InputError("an MLflow server's address without credentials", "one with some", "tracking.uri", HOW)
     if uri.startswith(("http://", "https://")):
-        if problem := _server_problem(uri):
+        if not going_on and (problem := server_problem(uri)):
             raise InputError(
                 expected=f"an MLflow server at {uri}",
                 seen=problem,
@@ -73,7 +80,7 @@ def check_tracking(uri: str) -> None:
                 fix="start it with `mlflow server --host … --port …`, or leave tracking.uri unset to use a local file",
             )
     elif uri.startswith("sqlite:///"):
-        if problem := _sqlite_problem(Path(uri.removeprefix("sqlite:///"))):
+        if (problem := sqlite_problem(Path(uri.removeprefix("sqlite:///")))) and LOCKED not in problem:
             raise InputError(
                 expected="a SQLite file that can be written",
                 seen=problem,
@@ -89,38 +96,6 @@ def check_tracking(uri: str) -> None:
         )
 
 
-def _server_problem(uri: str) -> str | None:
-    """One request without retries; None when an MLflow server answers, else what is wrong in a few words."""
-    from mlflow.exceptions import MlflowException
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request
-
-    try:
-        answer = http_request(
-            get_default_host_creds(uri.rstrip("/")), "/health", "GET",
-            max_retries=0, timeout=_PROBE_TIMEOUT_S, raise_on_status=False,
-        )  # fmt: skip
-    except (MlflowException, OSError) as error:
-        reason = re.search(r"\[Errno -?\d+\] ([\w ,-]+)", str(error))
-        if reason:
-            return reason.group(1).lower()
-        return f"no answer within {_PROBE_TIMEOUT_S} s" if "timed out" in str(error) else str(error)
-    # A server behind a login answers 401 or 403 here; its credentials are checked by the first real call.
-    return None if answer.status_code in (200, 401, 403) else f"an answer with HTTP status {answer.status_code}"
-
-
-def _sqlite_problem(path: Path) -> str | None:
-    """None when the file can be opened and locked for writing (made if missing), else what is wrong."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(path, timeout=_PROBE_TIMEOUT_S)) as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.rollback()
-    except (OSError, sqlite3.Error) as error:
-        return f"{path}: {error}"
-    return None
-
-
 def mlflow_client(uri: str) -> "MlflowClient":
     """A client whose tracking server and registry are both at `uri`, independent of MLflow's global settings."""
     from mlflow import MlflowClient
@@ -132,11 +107,12 @@ def mlflow_client(uri: str) -> "MlflowClient":
 def mlflow_errors(uri: str) -> Iterator[None]:
     """Turn MLflow's exceptions into `InputError` (what it refuses) or `TransientError` (everything else)."""
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
     except MlflowException as error:
-        if error.error_code in _CALLER_MISTAKES:
+        if error.error_code in _CALLER_MISTAKES and "IntegrityError" not in error.message:  # two wrote the same at once
             raise InputError(
                 expected="a request that MLflow accepts",
                 seen=error.message,
@@ -152,36 +128,14 @@ def mlflow_errors(uri: str) -> Iterator[None]:
             where=f"MLflow at {uri}",
             fix="update the server to the version of MLflow that is installed here",
         ) from error
+    except SQLAlchemyError as error:
+        raise TransientError(f"MLflow at {uri} failed: {error}") from error
     except OSError as error:
         raise TransientError(f"MLflow at {uri} or its artifact store failed: {error}") from error
 
 
-class Outage:
-    """Lets training go on while MLflow fails; warns when that begins and when it is over."""
-
-    def __init__(self, uri: str, what: str) -> None:
-        """`what` names in the warning what is sent."""
-        self.uri, self.what = uri, what
-        self._warned = False
-
-    def probe(self) -> None:
-        """Raises TransientError while no server answers: not every step shall sit through MLflow's retries."""
-        if self.uri.startswith("http") and (problem := _server_problem(self.uri)):
-            raise TransientError(f"MLflow at {self.uri} failed: {problem}")
-
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Sending to MLflow; an error ends the block and is only warned about."""
-        try:
-            yield
-        except RollforwardError as error:
-            if not self._warned:
-                logger.warning("%s are kept and sent later. %s", self.what, error)
-            self._warned = True
-        else:
-            if self._warned:
-                logger.warning("MLflow at %s is back; %s were sent.", self.uri, self.what.lower())
-            self._warned = False
+Records = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Gives the records after a step."""
 
 
 class Tracker:
@@ -191,21 +145,41 @@ class Tracker:
     raise; the other methods raise `TransientError` on an outage and `InputError` for what MLflow refuses.
     """
 
-    def __init__(self, uri: str, experiment: str, run_name: str, run_key: str, artifact_root: Path | None) -> None:
-        """Artifacts of a new experiment go below `artifact_root`; None leaves the place to the server."""
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        run_key: str,
+        artifact_root: Path | None,
+        on_open: Callable[["Tracker"], None] = lambda tracker: None,
+    ) -> None:
+        """Artifacts of a new experiment go below `artifact_root`; None leaves the place to the server.
+
+        `on_open` logs what the run shall have from the start; when it fails, the next call opens the run again.
+        """
         self.uri, self.experiment, self.run_name, self.run_key = uri, experiment, run_name, run_key
-        self._artifact_root = artifact_root
-        self._client = mlflow_client(uri)
+        self._artifact_root, self._on_open = artifact_root, on_open
         self._run_id: str | None = None
         self._last_step: int | None = None
         self._outage = Outage(uri, "Metrics")
+
+    @cached_property
+    def _client(self) -> "MlflowClient":
+        return mlflow_client(self.uri)  # reads the file, which may be locked
 
     @property
     def run_id(self) -> str:
         """Id of the MLflow run; the run is opened (status RUNNING) if it is not yet."""
         if self._run_id is None:
             with mlflow_errors(self.uri):
-                self._run_id = self._open()
+                self._run_id = run_id = self._open()
+            try:
+                self._on_open(self)
+            except BaseException:
+                self._run_id = None
+                raise
+            return run_id
         return self._run_id
 
     def log_config(self, flat: Mapping[str, object], yaml_text: str, config_hash: str) -> None:
@@ -221,25 +195,33 @@ class Tracker:
             self._client.log_text(run_id, yaml_text, "config.yaml")
             self._client.set_tag(run_id, CONFIG_TAG, config_hash)
 
-    def flush(self, records: Sequence[Mapping[str, Any]]) -> int:
-        """Send the records that MLflow does not have yet and return how many were sent.
-
-        A record is {"step": int, "time": seconds since 1970, "metrics": {name: number}}. Pass all records of the run
-        each time: what an outage held back is sent by the first call that gets through.
-        """
-        sent = 0
+    def flush(self, records: Records) -> int:
+        """What `send` does, in seconds; an outage is only warned about and 0 is returned."""
         with self._outage.passing():
             self._outage.probe()
-            run_id, last_step = self.run_id, self._last_logged_step()
-            new = sorted((r for r in records if r["step"] > last_step), key=lambda r: r["step"])
+            return self.send(records)
+        self._last_step = None  # MLflow may know more or less after an outage
+        return 0
+
+    def send(self, records: Records) -> int:
+        """Send the records that MLflow does not have yet and return how many were sent.
+
+        A record is {"step": int, "time": seconds since 1970, "metrics": {name: number}}; `records` gives those of the
+        run after a step. So what an outage held back is sent by the first call that gets through.
+        """
+        sent = 0
+        try:
+            run_id = self.run_id
+            new = sorted(records(self._last_logged_step()), key=lambda record: record["step"])
             for batch, count, step in _batches(new):
                 with mlflow_errors(self.uri):
                     self._client.log_batch(run_id, metrics=batch)
                 self._last_step = step
                 sent += count
-            return sent
-        # A call that failed here may still have arrived there: ask again before the next one.
-        self._last_step = None
+        except BaseException:
+            # A call that failed here may still have arrived there: ask again before the next one.
+            self._last_step = None
+            raise
         return sent
 
     def log_file(self, content: Path | str, name: str) -> None:
@@ -272,31 +254,49 @@ class Tracker:
     def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         """Close the run; an outage is only warned about, so that it cannot hide how the run itself ended."""
         try:
-            run_id = self.run_id
-            with mlflow_errors(self.uri):
-                self._client.set_terminated(run_id, status=status)
+            with brief_calls():
+                self._outage.probe()
+                run_id = self.run_id
+                with mlflow_errors(self.uri):
+                    self._client.set_terminated(run_id, status=status)
         except RollforwardError as error:
             logger.warning("The MLflow run stays open. %s", error)
 
     def _open(self) -> str:
-        found = self._client.search_runs(
-            [self._experiment_id()], f"tags.`{RUN_TAG}` = '{self.run_name}'", order_by=["attributes.start_time ASC"]
-        )
-        if not found:
-            tags = {RUN_TAG: self.run_name, KEY_TAG: self.run_key}
-            run = self._client.create_run(self._experiment_id(), run_name=self.run_name, tags=tags)
-            return str(run.info.run_id)
-        run_id = str(found[0].info.run_id)
+        if not (found := self._found()):
+            tags = {RUN_TAG: self.run_name, KEY_TAG: self.run_key, _ATTEMPT_TAG: uuid.uuid4().hex}
+            self._client.create_run(self._experiment_id(), run_name=self.run_name, tags=tags)
+            found = self._found()
+        first, *others = found
+        for run in others:
+            # MLflow's client repeats a request whose answer was lost, and the server may have taken both.
+            if run.data.tags.get(_ATTEMPT_TAG) == first.data.tags.get(_ATTEMPT_TAG, ""):
+                self._client.delete_run(run.info.run_id)
+        run_id = str(first.info.run_id)
         self._client.set_tag(run_id, KEY_TAG, self.run_key)
         self._client.update_run(run_id, status="RUNNING")
         return run_id
 
+    def _found(self) -> list[Any]:
+        """MLflow's runs of this name, oldest first."""
+        found = self._client.search_runs([self._experiment_id()], f"tags.`{RUN_TAG}` = '{self.run_name}'")
+        return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
+
     def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
         found = self._client.get_experiment_by_name(self.experiment)
         if found is None:
             # MLflow's own default is a folder below the current directory.
             location = self._artifact_root.absolute().as_uri() if self._artifact_root else None
-            return str(self._client.create_experiment(self.experiment, artifact_location=location))
+            try:
+                return str(self._client.create_experiment(self.experiment, artifact_location=location))
+            except MlflowException as error:
+                # By another process at the same time, or by a first request whose answer was lost.
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = self._client.get_experiment_by_name(self.experiment)
+                assert found is not None
         if found.lifecycle_stage == "deleted":
             raise InputError(
                 expected="an active MLflow experiment",

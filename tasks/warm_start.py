@@ -9,7 +9,7 @@ from tasks.stage import stage
 def warm_start() -> None:
     """Commits the folder `warm_start` once."""
     session = current_session()
-    if session.store.read_manifest(supervised.FOLDER):
+    if session.sound(supervised.FOLDER):
         return
     total = session.config.warm_start.steps
 

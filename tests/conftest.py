@@ -1,7 +1,9 @@
 """The environment that all tests run in, set before torch or Ray is imported, and the parts that many of them share."""
 
 import os
+import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,20 +23,33 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Short: sockets of Ray lie below it, and their paths may not be long.
 HOME = Path(tempfile.mkdtemp(prefix="rft"))
 prepare_environment(HOME)
+# Where a shell has started the tests in its background, they and what they start would not hear Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 HERE = str(Path(__file__).parent)
 sys.path.append(HERE)  # for support.py
 # In processes that the tests start as well: Ray's workers import scorers.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), HERE]))
 
 
+ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|changed_data)\.py)")
+FIRST = re.compile(r"tests/(flows|faults|learning)/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that all processes end together."""
+    items.sort(key=lambda item: not FIRST.search(item.nodeid))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes (`-n`) the tests of a folder stay in one of them, as they share runs and workers."""
+    """With several processes (`-n`) the tests of a folder stay in one of them, as they share runs and workers; but
+    for files that take long and share nothing."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0].rpartition("/")[0]
+            file = nodeid.partition("::")[0]
+            return file if ALONE.search(file) else file.rpartition("/")[0]
 
     config.option.loadscopereorder = False  # folders with few tests may take long
     return ByFolder(config, log)
@@ -85,6 +100,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_sharp_model(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """Address of an S3 server; `empty_bucket` leads a test there."""
+    from support_servers import s3_server
+
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,8 @@
-"""A scorer of a user's own, found by its import path."""
+"""Scorers of a user's own, found by their import path."""
+
+import os
+import time
+from pathlib import Path
 
 
 def length(response: str, row: dict) -> float:
@@ -14,3 +18,10 @@ def named(response: str, row: dict) -> dict[str, float]:
         "kinds": len(set(characters)) / 10,
         "short": float(len(characters) < 4),
     }
+
+
+def slow_when_told(response: str, row: dict) -> float:
+    """The same score; it takes a minute once there is a file `slow` in the home folder."""
+    if Path(os.environ["ROLLFORWARD_HOME"], "slow").exists():
+        time.sleep(60)
+    return length(response, row)

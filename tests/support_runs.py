@@ -14,7 +14,7 @@ SAMPLE = {"prompt": "Sort: 3 1 2", "ground_truth": "1 2 3", "answer": "1 2 3", "
 def make_run(home: Path, name: str, *overrides: str, steps: int = 4, gain: float = 0.1) -> Store:
     """A run with `steps` committed steps, whose reward rises by `gain` a step; evaluated where it has ended."""
     run = open_run(compose("demo", [*SIZES, *overrides]), home, name)
-    run.lock.close()
+    run.close()
     for step in range(1, steps + 1):
         metrics = {"reward/mean": gain * step, "actor/entropy": 1 / step, "time/rollout": 2.0, "time/step": 2.0}
         Ledger(run.store).write(step, {"step": step, "time": 1000.0 + step, "metrics": metrics})

@@ -1,12 +1,17 @@
 """What is committed when, with roles that only write a file where real ones write shards."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl_core.commit import CHECKPOINTS, Commits
-from rl_core.errors import InputError, TrainingError, TransientError
-from rl_core.storage import Store, step_name
+from rl_core.data.protocol import DataProto
+from rl_core.errors import InputError, TrainingError, TransientError, WorkerError
+from rl_core.failed import failed_step, read_failure
+from rl_core.storage import Json, Store, step_name
 
 
 class Files:
@@ -19,13 +24,18 @@ class Files:
     def save_checkpoint(self, store: Store, folder: str) -> None:
         self.calls.append(f"save {folder}")
         self.store, self.folder = store, folder
-        store.write_bytes(f"{folder}/actor/first", b"half")
+        self.files = [store.add_bytes(b"half", folder, "actor/first")]
 
-    def finish_checkpoint(self) -> None:
+    def finish_checkpoint(self) -> list[Json]:
         self.calls.append("finish")
         if self.failure:
             raise self.failure
-        self.store.write_bytes(f"{self.folder}/actor/second", b"whole")
+        return [*self.files, self.store.add_bytes(b"whole", self.folder, "actor/second")]
+
+    def written_files(self, store: Store, folder: str) -> list[Json] | None:
+        if not store.exists(f"{folder}/actor/second"):
+            return None
+        return [*self.files, store.add_bytes(b"whole", folder, "actor/second")]
 
     def load_checkpoint(self, store: Store, folder: str) -> None:
         self.calls.append(f"load {folder}")
@@ -104,8 +114,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(commits: Commits, stor
         commits.begin(step, {"step": step})
         commits.finish()
     store.write_bytes(f"{folder(2)}/actor/second", b"other")
-    assert commits.recover() == (1, {"step": 1})
+    told: list[str] = []
+    after = Commits(store, commits.roles, 2, lambda step: None, told.append)
+    assert after.recover() == (1, {"step": 1})
     assert store.listdir(CHECKPOINTS) == [step_name(1)]
+    assert told == [f"{store.url}/{folder(2)} is damaged and is not used: actor/second: wrong checksum"]
 
 
 def test_without_a_commit_everything_is_removed(commits: Commits, store: Store) -> None:
@@ -132,3 +145,73 @@ def test_a_step_is_kept_at_an_error_unless_it_will_be_made_again(
         raise error
     assert raised.value is error
     assert store.committed_steps(CHECKPOINTS) == steps
+
+
+def batch() -> DataProto:
+    """A row of a batch as `rollout_parquet` takes it."""
+    names = ("stop_reason", "status", "detail", "score_status", "score_detail", "uid")
+    row = {"extra_info": {"index": 0}, "data_source": "exact"}
+    arrays = {"seed": [1], "calls": [[]], "row": [row], **{name: ["x"] for name in names}}
+    ones = torch.ones(1, 2, dtype=torch.long)
+    lengths = {"prompt_length": torch.tensor([2]), "response_length": torch.tensor([2])}
+    return DataProto.from_dict({"prompts": ones, "responses": ones, **lengths}, arrays)
+
+
+@pytest.mark.parametrize("error", [WorkerError("it broke\n\ntraceback"), TransientError("it broke"), KeyError("no")])
+def test_what_a_failed_step_trained_on_is_kept_until_it_is_committed(
+    commits: Commits, store: Store, error: Exception
+) -> None:
+    metrics = {"reward/mean": 0.5}
+    with commits.replayable(2, batch(), metrics):
+        pass
+    assert failed_step(store, 0) is None
+    with pytest.raises(type(error)) as raised, commits.replayable(2, batch(), metrics):
+        metrics["actor/first_loss"] = 0.25
+        raise error
+    assert raised.value is error
+    words = "KeyError" if isinstance(error, KeyError) else "it broke"
+    assert read_failure(store, 2) == {"step": 2, "error": words, "metrics": metrics}
+    assert failed_step(store, 1) == 2 and failed_step(store, 2) is None
+    for step in (1, 2):
+        assert len(store.listdir("failed")) == 2
+        commits.begin(step, {})
+        commits.finish()
+    assert store.listdir("failed") == [] and read_failure(store, 2) is None
+
+
+def test_storage_that_fails_hides_no_error(commits: Commits, tmp_path: Path) -> None:
+    (tmp_path / "failed").write_text("no folder")
+    with pytest.raises(TrainingError, match="not finite"), commits.replayable(1, batch(), {}):
+        raise TrainingError("not finite")
+
+
+def test_what_is_written_is_rescued_without_asking_the_roles(
+    commits: Commits, roles: Files, store: Store, committed: list[int]
+) -> None:
+    commits.rescue(0, 0.0)
+    commits.begin(1, {"kl_coef": 0.5})
+    start = time.monotonic()
+    commits.rescue(1, 0.3)  # half written
+    assert committed == [] and 0.3 <= time.monotonic() - start < 3
+    threading.Timer(0.2, store.write_bytes, (f"{folder(1)}/actor/second", b"whole")).start()
+    commits.rescue(0, 20.0)  # the record of step 1 is not written
+    assert committed == []
+    commits.rescue(1, 20.0)
+    assert committed == store.committed_steps(CHECKPOINTS) == [1] and roles.calls == [f"save {folder(1)}"]
+    commits.rescue(1, 0.0)
+    commits.finish()
+    assert committed == [1]
+
+
+def test_a_rescue_that_fails_is_only_told(
+    commits: Commits, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commits.begin(1, {})
+    store.write_bytes(f"{folder(1)}/actor/second", b"whole")
+
+    def fails(*_: object) -> None:
+        raise TransientError("storage is gone")
+
+    monkeypatch.setattr(store, "commit_folder", fails)
+    commits.rescue(1, 0.0)
+    assert caplog.messages == ["step 1 is not committed: storage is gone"]

@@ -15,8 +15,9 @@ from support_training import Trained
 from flows.cli import main
 from rl_core import steps
 from rl_core.config.schema import RunConfig
+from rl_core.ledger import Ledger
 from rl_core.replay import TOLERANCE, check_recorded, compare, correlation, load_batch, replay
-from rl_core.storage import step_name
+from rl_core.storage import Store, step_name
 
 Command = Callable[..., tuple[int, str]]
 
@@ -101,6 +102,8 @@ def test_a_changed_record_is_seen(home: Path, command: Command) -> None:
     for metric, off in (("actor/first_loss", 1e-4), ("kl/coef", 0.05)):
         changed = {**record["metrics"], metric: record["metrics"][metric] + off}
         file.write_text(json.dumps({**record, "metrics": changed}))
+        assert command("ppo", "2")[0] == 2, "the checksum is wrong"
+        file.write_text(json.dumps({"step": 2, "metrics": changed}))  # as a person may restore it
         assert command("ppo", "2")[0] == 1
     file.write_text(json.dumps(record))
     assert command("ppo", "2")[0] == 0
@@ -226,6 +229,23 @@ def test_rollouts_that_cannot_be_read(home: Path, command: Command) -> None:
     shutil.rmtree(home / "runs/grpo/checkpoints")
     code, output = command("grpo", "1")
     assert code == 2 and "--run grpo" in output
+
+
+def test_a_failed_step_is_replayed_as_far_as_it_came(home: Path, command: Command) -> None:
+    store = Store(str(home / "runs/grpo"))
+    metrics = Ledger(store).read(3)["metrics"]
+    store.write_bytes(f"failed/{step_name(4)}.parquet", rollouts(home, "grpo", 3).read_bytes())
+    store.write_json(f"failed/{step_name(4)}.json", {"step": 4, "error": "a rank was lost", "metrics": metrics})
+    code, output = command("grpo", "4")
+    assert code == 0 and "step 4 failed: a rank was lost" in output and output.count("yes\n") == 5, output
+    del metrics["actor/first_loss"]  # it failed in the update
+    store.write_json(f"failed/{step_name(4)}.json", {"step": 4, "error": "a rank was lost", "metrics": metrics})
+    code, output = command("grpo", "4")
+    assert code == 0 and output.count("yes\n") == 4 and "nan" in output.splitlines()[-1], output
+    assert command("grpo", "4", "--set", "algorithm.estimator=rloo")[0] == 0
+    change(home / "runs/grpo/failed" / f"{step_name(4)}.parquet", "advantages")
+    assert command("grpo", "4")[0] == 1
+    assert "failed" not in command("grpo", "3")[1]
 
 
 def test_a_run_is_also_found_by_its_folder(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config.compose import recipe_names
+from rl_core.credentials import HOW, addresses_with_credentials
 from rl_core.environment import home_folder, prepare_environment
 from rl_core.errors import InputError
 
@@ -49,8 +50,14 @@ def open_registry(options: argparse.Namespace) -> "Registry":
 
 
 def prepare_home(verbose: bool) -> Path:
-    """The home folder, made, with the environment that the libraries need; InputError when it cannot be written."""
+    """The home folder, made, with the environment that the libraries need.
+
+    Raises InputError when it cannot be written, and for variables whose addresses have credentials: libraries write
+    those into logs, errors and databases.
+    """
     home = home_folder()
+    if told := addresses_with_credentials():
+        raise InputError("addresses without credentials", f"some in {', '.join(told)}", "environment", HOW)
     from tasks.tracking import quiet_mlflow
 
     try:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import time
@@ -39,10 +40,10 @@ def register(commands: Commands) -> None:
     add_settings(add_command(commands, "config", config, text))
     data = commands.add_parser("data", help="Look at rows.", description="Look at rows.")
     _add_data_check(data.add_subparsers(required=True, metavar="COMMAND"))
-    text = "Compute a committed step again from its rollouts, and compare with what was trained."
+    text = "Compute a step that was committed, or that failed, again from its rollouts, and compare."
     sub = add_command(commands, "replay", replay, text)
     sub.add_argument("run", metavar="RUN", help="name of a run, or its folder or URL")
-    sub.add_argument("step", metavar="STEP", type=int, help="a committed step")
+    sub.add_argument("step", metavar="STEP", type=int, help="a committed step, or the one that failed")
     sub.add_argument(
         "--set", nargs="+", action="extend", default=[], dest="settings", metavar="a.b=value",
         help="show what other settings of algorithm, correction or actor would have given",
@@ -65,22 +66,37 @@ def run(options: argparse.Namespace, console: Console) -> int:
     sys.path.append(os.getcwd())  # functions of the user's own are found beside the recipe
     composed = compose(options.recipe, options.overrides)
     home = prepare_home(options.verbose)
-    from tasks.runs import find_run
+    from flows.preflight import preflight, watched
+    from tasks.runs import RUN_FILE, committed_step, find_run
 
-    find_run(composed, home, options.run, options.resume, options.new)
-    from flows.preflight import preflight
-
-    preflight(composed, home)
+    with watched(composed.config):
+        name, store = find_run(composed, home, options.run, options.resume, options.new)
+        preflight(composed, home, going_on=store.exists(RUN_FILE))
     start_guardian()  # before Prefect starts a server
-    from flows.post_train import post_train
+    from flows.post_train import run_here
 
     signal.signal(signal.SIGTERM, _terminate)
+    # Ctrl-C reaches all processes of a terminal, and Prefect's server, which starts now, has to outlive the run. The
+    # session unblocks it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     start = time.monotonic()
-    result = post_train(
-        options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose, options.keep_data
-    )
+    options.way_back = _resume_command(options, name)
+    try:
+        result = run_here(
+            options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose,
+            options.keep_data,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        console.note(f"stopped at step {committed_step(store)} of {composed.config.trainer.steps}")
+        raise
     console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
     return 0
+
+
+def _resume_command(options: argparse.Namespace, name: str) -> str:
+    """What to type to go on with a run."""
+    flags = [flag for flag, given in (("--keep-data", options.keep_data), ("--verbose", options.verbose)) if given]
+    return shlex.join(["rollforward", "run", options.recipe, *options.overrides, "--run", name, *flags])
 
 
 def _summary(result: dict, seconds: float) -> list[tuple[str, str]]:

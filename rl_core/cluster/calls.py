@@ -1,19 +1,29 @@
 """A method that the ranks of a group are running: waiting for it, and saying why it failed."""
 
+import logging
 import re
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
+from statistics import median
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rl_core.errors import RollforwardError, TransientError, WorkerError, WorkerLost
+from rl_core.cluster.stall import RankProcess, clock, stalled
+from rl_core.errors import RollforwardError, WorkerError, WorkerLost
+from rl_core.watchdog import progress
+
+logger = logging.getLogger(__name__)
 
 # Seconds between looks at the clock while waiting; a signal is answered within this time.
 POLL = 1.0
 # Seconds that a broken collective has to be explained by the error of another rank, or by its death.
 GRACE = 5.0
+# A call that takes so many times as long as it mostly does, and at least so many seconds, is told of while it is
+# waited for; the first of its kind when half of its deadline is over.
+UNUSUAL, UNUSUAL_S = 10.0, 60.0
 # What the collectives of a rank say when another rank has gone.
 BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|ProcessGroup|TCPStore|connection (was )?(closed|reset)|broken pipe", re.I)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -29,17 +39,24 @@ class Call:
         refs: list[ray.ObjectRef],
         deadline: float,
         collect: Callable[[list[Any]], Any],
+        ranks: Sequence[RankProcess],
+        earlier: MutableSequence[float],
     ) -> None:
-        """`refs` has one entry a rank that runs the method; `deadline` seconds from now the call has failed."""
+        """`refs` has one entry a rank that runs the method; `deadline` seconds from now the call has failed.
+
+        `ranks` are the processes of the group, as far as they are known; `earlier` has the seconds that calls of this
+        method took, and gets this one's.
+        """
         self.name, self.method, self.refs, self.deadline, self.collect = name, method, refs, deadline, collect
-        self.start = time.monotonic()
+        self.ranks, self.earlier = ranks, earlier
+        self.start, self.since = time.monotonic(), time.time()
+        self._told = False
 
     def get(self) -> Any:
         """The result, joined from the ranks.
 
         Raises a rank's own error as what it is, so that its kind decides about a retry, WorkerError for what a rank
-        raised unforeseen, WorkerLost when a rank was lost, and TransientError when one did not answer within the
-        deadline.
+        raised unforeseen, WorkerLost when a rank was lost, and Stalled when one did not answer within the deadline.
         """
         results: dict[ray.ObjectRef, Any] = {}
         failures: dict[ray.ObjectRef, RayError] = {}
@@ -53,34 +70,53 @@ class Call:
             if failures and (explained or not pending or now - failed_at > GRACE):
                 self._raise(failures)
             if not failures and pending and self.late:
-                late = [rank for rank, ref in enumerate(self.refs) if ref in pending]
-                raise TransientError(
-                    f"{self.name}.{self.method} on rank(s) {late} did not answer within {self.deadline:.0f} s "
-                    "(trainer.call_timeout_s)"
-                )
+                raise stalled(self.name, self.method, self._ranks_of(pending), self.ranks, self.deadline, self.since)
+            self._tell(pending)
+        self.earlier.append(self._seconds)
+        progress()
         return self.collect([results[ref] for ref in self.refs])
 
     @property
     def late(self) -> bool:
         """Whether the deadline has passed."""
-        return time.monotonic() - self.start > self.deadline
+        return self._seconds > self.deadline
 
     def settled(self) -> bool:
         """Whether `get` has nothing to wait for: all ranks are done, one has failed, or the deadline has passed."""
         done, pending = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
+        self._tell(pending)
         return not pending or self.late or bool(self._fetch(done, {}))
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self.start
+
+    def _ranks_of(self, refs: list[ray.ObjectRef]) -> list[int]:
+        return [rank for rank, ref in enumerate(self.refs) if ref in refs]
+
+    def _tell(self, pending: list[ray.ObjectRef]) -> None:
+        """Says once that the call takes unusually long."""
+        usual = max(UNUSUAL * median(self.earlier), UNUSUAL_S) if self.earlier else self.deadline / 2
+        if pending and not self._told and self._seconds > usual:
+            self._told = True
+            logger.warning(
+                "still waiting for %s.%s on rank(s) %s, since %s; the deadline is %.0f s (trainer.call_timeout_s)",
+                self.name, self.method, self._ranks_of(pending), clock(self.since), self.deadline,
+            )  # fmt: skip
 
     def _fetch(self, done: list[ray.ObjectRef], results: dict[ray.ObjectRef, Any]) -> dict[ray.ObjectRef, RayError]:
         """Adds the results of calls that have ended; returns the errors of the others."""
+        # A result that is there may lie on another machine.
+        patience = min(max(self.deadline - self._seconds, POLL), threading.TIMEOUT_MAX)
         try:
-            results |= zip(done, ray.get(done), strict=True)
+            results |= zip(done, ray.get(done, timeout=patience), strict=True)
             return {}
         except RayError:
             pass
         failures = {}
         for ref in done:
             try:
-                results[ref] = ray.get(ref)
+                results[ref] = ray.get(ref, timeout=patience)
             except RayError as error:
                 failures[ref] = error
         return failures

@@ -10,7 +10,11 @@ from rl_core.cluster.rollouts import ColocatedRollouts, Rollouts
 from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.config.schema import OptimConfig, RunConfig
-from rl_core.storage import Store
+from rl_core.storage import Json, Store
+from rl_core.training.checkpoint import FILES
+
+# Where in a checkpoint's folder the trained roles keep their state.
+ROLE_FOLDERS = ("actor", "critic")
 
 
 def start_groups(placement: Placement, classes: list[type], config: RunConfig) -> list[RayWorkerGroup]:
@@ -116,10 +120,18 @@ class Roles:
         for call in [group.save_checkpoint.submit(store, folder) for group in self.trained]:
             call.get()
 
-    def finish_checkpoint(self) -> None:
-        """Waits until every trained role has written its state; committing the folder is the caller's."""
-        for call in [group.finish_checkpoint.submit() for group in self.trained]:
-            call.get()
+    def finish_checkpoint(self) -> list[Json]:
+        """Waits until every trained role has written its state; returns the entries of all files to commit."""
+        calls = [group.finish_checkpoint.submit() for group in self.trained]
+        return [entry for call in calls for entries in call.get() for entry in entries]
+
+    def written_files(self, store: Store, folder: str) -> list[Json] | None:
+        """The entries of all files to commit, None as long as a trained role has not written its state; asks the store,
+        no worker."""
+        names = [f"{folder}/{name}/{FILES}" for name in ROLE_FOLDERS[: len(self.trained)]]
+        if not all(map(store.exists, names)):
+            return None
+        return [entry for name in names for entry in store.read_json(name)]
 
     def load_checkpoint(self, store: Store, folder: str) -> None:
         """Every role that is trained takes over its state from `folder`."""

@@ -1,6 +1,7 @@
 """What the workers of all roles have in common."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import ray
@@ -14,6 +15,9 @@ from rl_core.rewards.runner import RewardRunner
 from rl_core.rollout.engine import Sampling
 from rl_core.rollout.partners import ToolPartners
 from rl_core.rollout.scoring import TrajectoryScorer
+
+# Seconds by which the driver notices first that a collective hangs.
+LEAD_S = 60.0
 
 
 class Worker:
@@ -45,7 +49,15 @@ class Worker:
         store = self._meeting if rank == 0 else dist.TCPStore(host, port, is_master=False)
         # What lies in the machine's memory is exchanged over gloo also where the device has NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=collective_timeout(self.config)
+        )
+
+
+def collective_timeout(config: RunConfig) -> timedelta:
+    """Time that ranks wait for each other in a collective: longer than the driver waits for the call, which can say
+    which rank hangs."""
+    return timedelta(seconds=config.trainer.call_timeout_s + LEAD_S)
 
 
 async def start_partners(config: RunConfig, source: Path) -> ToolPartners | None:

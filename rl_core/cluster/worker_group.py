@@ -1,7 +1,7 @@
 """A group of Ray actors, one a rank, that is called like one object."""
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 import ray
@@ -11,8 +11,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rl_core.cluster.calls import Call
 from rl_core.cluster.dispatch import Dispatch, Layout, collect, split
 from rl_core.cluster.placement import Placement
+from rl_core.cluster.stall import RankProcess, offer_stacks
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
+
+# Calls of a method whose seconds are remembered.
+RECENT = 20
 
 
 class Host:
@@ -20,6 +24,10 @@ class Host:
 
     The worker is made by a call, so that an error in its constructor reaches the driver like that of any method.
     """
+
+    def offer_stacks(self) -> RankProcess:
+        """Where this process says what it is doing when it no longer answers."""
+        return offer_stacks()
 
     def start(self, worker_class: type, args: tuple[Any, ...]) -> None:
         """Makes the worker."""
@@ -68,6 +76,8 @@ class GroupMethod:
             refs,
             group.deadline,
             lambda results: collect(self.mode, [results[rank] for rank in answering], padding),
+            group.ranks,
+            group.seconds[self.name],
         )
 
 
@@ -96,6 +106,8 @@ class RayWorkerGroup:
         places = places or range(pool.world_size)
         self.layout = layout or Layout(len(places))
         self.deadline, self.name = deadline, name or worker_class.__name__
+        self.ranks: list[RankProcess] = []
+        self.seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._worker_class = worker_class
         actor_class: Any = ray.remote(type(self.name, (host,), {}))  # the name is that of the process, too
         try:
@@ -117,7 +129,7 @@ class RayWorkerGroup:
             raise TransientError(f"another attempt of this run is starting its workers: {error}") from error
         # Shares keep two ranks of a group off one device only if the group of the next smaller share comes after it.
         try:
-            self._call("placing", [worker.__ray_ready__.remote() for worker in self.workers]).get()
+            self.ranks = self._call("placing", [worker.offer_stacks.remote() for worker in self.workers]).get()
         except BaseException:
             self.kill()
             raise
@@ -135,7 +147,7 @@ class RayWorkerGroup:
             ray.kill(worker, no_restart=True)
 
     def _call(self, method: str, refs: list[ray.ObjectRef]) -> Call:
-        return Call(self.name, method, refs, self.deadline, list)
+        return Call(self.name, method, refs, self.deadline, list, self.ranks, self.seconds[method])
 
     def __getattr__(self, method: str) -> GroupMethod:
         mode = getattr(getattr(self._worker_class, method, None), "dispatch_mode", None)

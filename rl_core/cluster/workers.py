@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker, sampling_of, start_partners, start_scoring
+from rl_core.cluster.worker import Worker, collective_timeout, sampling_of, start_partners, start_scoring
 from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.metrics import Metrics
@@ -30,7 +30,7 @@ from rl_core.rollout.canary import Canary, canary_of
 from rl_core.rollout.engine import RolloutEngine
 from rl_core.rollout.sharding_manager import ShardingManager
 from rl_core.rollout.transfer import NcclBroadcast, buckets
-from rl_core.storage import Store
+from rl_core.storage import Json, Store
 from rl_core.training.checkpoint import export_model, load_engine, save_engine
 from rl_core.training.engine import DTYPES, LossFunction, TrainEngine
 from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
@@ -43,7 +43,7 @@ LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
 class TrainingWorker(Worker):
     """A rank that trains: its place in the meshes of shards and sequences."""
 
-    saved: Future[None]
+    saved: Future[list[Json]]
 
     def join(self, host: str, port: int) -> None:
         """Joins the process group and forms the meshes; returns when all ranks have."""
@@ -52,12 +52,13 @@ class TrainingWorker(Worker):
         self.place = make_place(
             self.device, dist.get_world_size(), config.shard_size, config.engine.sequence_parallel_size
         )
-        self.save_group = dist.new_group(backend="gloo")
+        self.save_group = dist.new_group(backend="gloo", timeout=collective_timeout(config))
 
     @register(Dispatch.ONE_TO_ALL)
-    def finish_checkpoint(self) -> None:
-        """Waits until this rank has written the state that was saved last, and raises what went wrong."""
-        self.saved.result()
+    def finish_checkpoint(self) -> list[Json]:
+        """Waits until this rank has written the state that was saved last: the entries of its files; raises what went
+        wrong."""
+        return self.saved.result()
 
     def _train_engine(
         self, module: PolicyModel | ValueModel, source: Path, optim: OptimConfig | None, total_updates: int
@@ -259,9 +260,9 @@ class ActorRolloutRefWorker(TrainingWorker):
         load_engine(self.actor, store, f"{folder}/actor")
 
     @register(Dispatch.ONE_TO_ALL)
-    def export(self, store: Store, folder: str) -> None:
-        """Writes the actor as an ordinary Hugging Face folder into the store."""
-        export_model(self.actor, self.config.model.dtype, self.source, store, folder)
+    def export(self, store: Store, folder: str) -> list[Json]:
+        """Writes the actor as an ordinary Hugging Face folder into the store; the entries of the files to commit."""
+        return export_model(self.actor, self.config.model.dtype, self.source, store, folder)
 
 
 class CriticWorker(TrainingWorker):

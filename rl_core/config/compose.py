@@ -16,8 +16,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from rl_core.config.problems import Fields, combination, entry_section, joined, missing_equals, unknown_key, wrong_value
+from rl_core.config.problems import (
+    Fields,
+    combination,
+    credentials,
+    entry_section,
+    joined,
+    missing_equals,
+    unknown_key,
+    wrong_value,
+)
 from rl_core.config.schema import RunConfig
+from rl_core.credentials import command_holds_credentials, holds_credentials
 from rl_core.errors import InputError
 
 Scalar = str | int | float | bool | None
@@ -34,12 +44,34 @@ RUN_CONTROL_KEYS = frozenset(
         "trainer.keep_checkpoints",
         "trainer.max_attempts",
         "trainer.call_timeout_s",
+        "trainer.stall_timeout_s",
+        "trainer.grace_s",
         "reward.processes",
         "reward.timeout_s",
         "reward.judge.key_env",
         "reward.judge.requests",
         "reward.judge.timeout_s",
         "reward.judge.retries",
+    }
+)
+
+# How the work lies on machines and processes: another value gives results that are equal within rounding, so a run may
+# be resumed with one, and says so.
+LAYOUT_SECTION = "engine."
+LAYOUT_KEYS = frozenset(
+    {
+        "trainer.nodes",
+        "trainer.ranks_per_node",
+        "trainer.threads_per_rank",
+        "rollout.nodes",
+        "rollout.ranks_per_node",
+        "rollout.tensor_parallel_size",
+        "rollout.max_num_seqs",
+        "rollout.kv_cache_gb",
+        "rollout.gpu_memory_utilization",
+        "actor.max_tokens_per_micro_batch",
+        "reward.model.nodes",
+        "reward.model.ranks_per_node",
     }
 )
 
@@ -105,11 +137,18 @@ def flatten(config: RunConfig) -> dict[str, Scalar]:
 
 
 def identity(config: RunConfig) -> dict[str, Scalar]:
-    """The flattened config without run-control keys: what decides which run it is."""
+    """The flattened config without run control and layout: what decides which run it is."""
     return {
         key: value
         for key, value in flatten(config).items()
-        if key not in RUN_CONTROL_KEYS and not key.startswith(RUN_CONTROL_SECTIONS)
+        if key not in RUN_CONTROL_KEYS | LAYOUT_KEYS and not key.startswith((*RUN_CONTROL_SECTIONS, LAYOUT_SECTION))
+    }
+
+
+def layout(config: RunConfig) -> dict[str, Scalar]:
+    """The flattened settings of how the work lies on machines and processes."""
+    return {
+        key: value for key, value in flatten(config).items() if key in LAYOUT_KEYS or key.startswith(LAYOUT_SECTION)
     }
 
 
@@ -120,7 +159,15 @@ def config_hash(config: RunConfig) -> str:
 
 def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Scalar, Scalar]]:
     """Identity keys in which two configs differ, with both values."""
-    ours, theirs = identity(a), identity(b)
+    return _differing(identity(a), identity(b))
+
+
+def layout_diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Scalar, Scalar]]:
+    """Layout keys in which two configs differ, with both values."""
+    return _differing(layout(a), layout(b))
+
+
+def _differing(ours: dict[str, Scalar], theirs: dict[str, Scalar]) -> dict[str, tuple[Scalar, Scalar]]:
     return {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]}
 
 
@@ -166,6 +213,8 @@ def _validated(values: Mapping[str, _Value], where: str, problems: list[InputErr
     """The config of dotted values; raises `problems` and what else is found as one error."""
     fields = _fields()
     tree: dict[str, Any] = {}
+    telling = [key for key, leaf in values.items() if _holds_credentials(key, leaf.value)]
+    problems += [credentials(key, values[key].origin) for key in telling]
     for key, leaf in values.items():
         if leaf.value == {} and any(name.startswith(f"{key}.") for name in fields):
             continue
@@ -182,7 +231,7 @@ def _validated(values: Mapping[str, _Value], where: str, problems: list[InputErr
         config = RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as errors:
         origins = {key: leaf.origin for key, leaf in values.items()}
-        seen: set[str] = set()
+        seen = set(telling)
         for error in errors.errors():
             if error["type"] == "value_error":
                 problems += [combination(text, origins, fields) for text in str(error["ctx"]["error"]).split("; ")]
@@ -198,6 +247,11 @@ def _validated(values: Mapping[str, _Value], where: str, problems: list[InputErr
     if problems:
         raise joined(problems, where)
     return config
+
+
+def _holds_credentials(key: str, value: Any) -> bool:
+    """Whether a value holds any that are to be kept out of files and logs; MCP servers may be command lines."""
+    return holds_credentials(value) or (key == "agent.mcp_servers" and command_holds_credentials(str(value)))
 
 
 def _located(key: str, inside: tuple[int | str, ...], leaf: _Value, fields: Fields) -> tuple[str, _Value, Fields]:

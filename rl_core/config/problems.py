@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rl_core.credentials import HOW
 from rl_core.errors import InputError
 
 Fields = Mapping[str, FieldInfo]
@@ -40,6 +41,11 @@ def wrong_value(key: str, value: Any, origin: str, field: FieldInfo) -> InputErr
     quote = isinstance(value, int | float) and str in (field.annotation, *get_args(field.annotation))
     fix = f"""quote it: {key}='"{value}"'""" if quote else f"give {key} such a value"
     return InputError(expectation(field), f"{key} = {show(value)}", f"{key} ({origin})", fix)
+
+
+def credentials(key: str, origin: str) -> InputError:
+    """For a value that holds credentials, which is not shown."""
+    return InputError("settings without credentials, as they are kept and shown", f"{key} with some", origin, HOW)
 
 
 def combination(message: str, origins: Mapping[str, str], fields: Fields) -> InputError:

@@ -28,7 +28,7 @@ class JudgeConfig(Section):
     model: str = ""
     """Name of the model at the server."""
     key_env: str | None = None
-    """NAME of the environment variable that holds the key; unset sends none."""
+    """NAME, in capitals, of the environment variable that holds the key; unset sends none."""
     prompt: str = (
         "Question:\n{prompt}\n\nReference answer:\n{ground_truth}\n\nAnswer to judge:\n{response}\n\n"
         "Judge the answer by the reference. End with a line `Score: ` and a number from 0 (wrong) to 1 (right)."
@@ -51,9 +51,13 @@ class JudgeConfig(Section):
             groups = re.compile(self.score_pattern).groups
         except re.error:
             groups = 0
-        checks = [
+        checks: list[tuple[object, str]] = [
             (groups >= 1, "reward.judge.score_pattern must be a regular expression with a group that is the score"),
             ("{response}" in self.prompt, "reward.judge.prompt must have a place {response}"),
+            (
+                re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.key_env or "_"),
+                "reward.judge.key_env must be the NAME, in capitals, of the environment variable that holds the key",
+            ),
             (not self.url or self.model, "reward.judge.url needs reward.judge.model, the model's name at the server"),
         ]
         if problems := [message for fine, message in checks if not fine]:

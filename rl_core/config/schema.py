@@ -21,6 +21,7 @@ from rl_core.config.learning import (
 )
 from rl_core.config.reward import RewardConfig
 from rl_core.config.rollout import AgentConfig, RolloutConfig
+from rl_core.config.trainer import TrainerConfig
 
 __all__ = [
     "ActorConfig",
@@ -36,6 +37,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SourceConfig",
+    "TrainerConfig",
 ]
 
 
@@ -111,31 +113,6 @@ class WarmStartConfig(Section):
     """Loss (nats per token, mean of the last 10 steps) at which the stage ends early; 0 runs all steps."""
 
 
-class TrainerConfig(Section):
-    steps: int = Field(100, ge=1)
-    """Steps of reinforcement learning in the run."""
-    segment_steps: int = Field(50, ge=1)
-    """Steps per task run of the train stage."""
-    save_every: int = Field(1, ge=1)
-    """Steps per checkpoint; a crash repeats at most this many steps."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """Newest checkpoints that are kept."""
-    seed: int = Field(0, ge=0)
-    """Seed of data order, initial weights and sampling."""
-    nodes: int = Field(1, ge=1)
-    """Machines of the Ray cluster to use."""
-    ranks_per_node: int = Field(1, ge=1)
-    """Worker processes per machine: one a GPU, or any number on a CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where training and rollouts run; auto takes CUDA where there is a GPU."""
-    threads_per_rank: int = Field(1, ge=1)
-    """CPU threads of each worker process; results are equal bit for bit only with the same number."""
-    call_timeout_s: float = Field(3600.0, gt=0)
-    """Longest wait for one call to the workers."""
-    max_attempts: int = Field(3, ge=1)
-    """Tries of each stage when workers are lost or storage fails."""
-
-
 class RegistryConfig(Section):
     model_name: str = "rollforward"
     """Registered model in MLflow that versions of this run belong to."""
@@ -153,6 +130,8 @@ class TrackingConfig(Section):
 class StorageConfig(Section):
     root: str | None = None
     """Folder or URL (s3://…) that holds the runs; unset uses `runs` under the home folder."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for a request to a remote store, retries included; large files get a second more for each MiB."""
 
 
 class RunConfig(Section):

@@ -11,7 +11,7 @@ import jinja2
 
 from rl_core.data.rows import Row
 from rl_core.data.store import StoredRows
-from rl_core.errors import InputError
+from rl_core.errors import InputError, TransientError
 from rl_core.storage import Store
 
 if TYPE_CHECKING:
@@ -94,7 +94,10 @@ class RLHFDataset:
         if manifest is None:
             raise InputError("prepared data", "no committed folder data", store.url, "prepare the data first")
         sizes = [source["train_rows"] for source in manifest["meta"]["sources"]] if split == "train" else None
-        return cls(StoredRows(store, split), tokenizer, tools_of, sizes)
+        rows, count = StoredRows(store, split), manifest["meta"][f"{split}_rows"]
+        if len(rows) != count:
+            raise TransientError(f"{store.url} shows {len(rows)} of the {count} {split} rows that were committed")
+        return cls(rows, tokenizer, tools_of, sizes)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -95,8 +95,9 @@ def _prepare(
         digests = [writer.close() for writer in writers.values()]
         Path(folder, "report.json").write_text(json.dumps(report.as_json(), ensure_ascii=False), encoding="utf-8")
         Path(folder, "report.html").write_text(render_data_report(report, _title(config.data)), encoding="utf-8")
-        store.upload(folder, "data")
-    return store.commit_folder("data", _meta(config.data, report, data_hash(digests), files))
+        parts = [entry for writer in writers.values() for entry in writer.files]
+        parts += store.upload(folder, "data")
+    return store.commit_folder("data", _meta(config.data, report, data_hash(digests), files), parts)
 
 
 def _meta(config: DataConfig, report: DataReport, digest: str, files: dict[str, str]) -> dict[str, Any]:

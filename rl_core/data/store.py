@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 
 from rl_core.data.rows import Row, canonical
 from rl_core.errors import InputError
-from rl_core.storage import Store, storage_errors
+from rl_core.filesystem import storage_errors
+from rl_core.storage import Json, Store
 
 PART_ROWS = 1 << 16
 """More make a longer list of groups, which is read and parsed for a row of a part that is not open."""
@@ -54,6 +55,8 @@ class RowWriter:
     def __init__(self, store: Store, split: str) -> None:
         self.store, self.split = store, split
         store.remove(f"data/{split}")  # parts of an attempt that did not end
+        self.files: list[Json] = []
+        """What `Store.commit_folder` takes of the parts that are written."""
         self._digest = hashlib.sha256()
         self._group: list[dict[str, Any]] = []
         self._rows = 0
@@ -96,7 +99,8 @@ class RowWriter:
             self._write_group()
         if self._part is not None:
             self._part.close()
-            self.store.put_file(self._file, part_name(self.split, (self._rows - 1) // PART_ROWS))
+            name = part_name(self.split, (self._rows - 1) // PART_ROWS)
+            self.files.append(self.store.put_file(self._file, "data", name.removeprefix("data/")))
             self._part = None
 
 

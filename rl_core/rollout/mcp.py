@@ -1,6 +1,7 @@
 """Tools of MCP servers: one session a server, shared by all trajectories of a rollout engine."""
 
 import asyncio
+import itertools
 import logging
 import os
 import re
@@ -150,9 +151,10 @@ class McpServer:
             async with Client(self._parts[0]) as client:
                 yield client
             return
-        command, *args = self._parts
+        variables, (command, *args) = _command(self._parts)
         with open(os.devnull, "w") as quiet:
-            transport = stdio_client(StdioServerParameters(command=command, args=args), errlog=quiet)
+            server = StdioServerParameters(command=command, args=args, env=variables)
+            transport = stdio_client(server, errlog=quiet)
             async with Client(transport) as client:
                 yield client
 
@@ -187,6 +189,15 @@ async def _all_tools(client: Client) -> list[Listed]:
 def _block_text(block: Any) -> str:
     found = getattr(block, "text", None) or getattr(getattr(block, "resource", None), "text", None)
     return found if isinstance(found, str) else f"[{block.type}]"
+
+
+def _command(parts: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables of `env NAME=VALUE … COMMAND`, which everybody could read on a command line, and the command."""
+    words = list(itertools.dropwhile(_ASSIGNMENT.fullmatch, parts[1:]))
+    if parts[0] != "env" or not words or words[0].startswith("-"):
+        return {}, parts
+    given = parts[1 : len(parts) - len(words)]
+    return {name: value for name, _, value in (word.partition("=") for word in given)}, words
 
 
 def _secrets(written: list[str], expanded: list[str]) -> list[str]:

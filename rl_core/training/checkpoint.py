@@ -5,11 +5,13 @@ all are done. Loading reshards to the present world size and mesh.
 """
 
 import copy
+import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -21,19 +23,27 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import GenerationConfig, PreTrainedModel
 
 from rl_core.errors import TransientError
+from rl_core.filesystem import storage_errors
 from rl_core.models.lora import save_adapters
-from rl_core.storage import MANIFEST, Store, storage_errors
+from rl_core.storage import MANIFEST, Json, Store, file_entry
 from rl_core.training.engine import DTYPES, TrainEngine
+from rl_core.training.shards import METADATA, TensorReader
 
 # Endings of files that hold weights, in any format: those of the source are not the trained ones.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
+ROOM = 1 << 20
+"""Bytes; a disk with less is full."""
+FILES = "files.json"
+"""File of a folder of shards with the entries of all of them, which is there when all ranks have written theirs."""
 
-def save_engine(engine: TrainEngine, store: Store, folder: str, group: dist.ProcessGroup) -> Future[None]:
+
+def save_engine(engine: TrainEngine, store: Store, folder: str, group: dist.ProcessGroup) -> Future[list[Json]]:
     """Copies the engine's state and starts to write it as shards into `folder` of the store; all ranks take part.
 
     What is trained from now on does not reach the files. The result comes when this rank has written (and uploaded)
-    its shards, or raises what went wrong: InputError and TransientError as a `Store` does.
+    its shards: their entries in the manifest of the folder above. Or it raises what went wrong: InputError and
+    TransientError as a `Store` does.
 
     Args:
         group: gloo group of all ranks that nothing else uses, for messages must not mix with those of training.
@@ -51,30 +61,45 @@ def save_engine(engine: TrainEngine, store: Store, folder: str, group: dist.Proc
     return written
 
 
-def _write(state: dcp.metadata.STATE_DICT_TYPE, store: Store, folder: str, group: dist.ProcessGroup) -> None:
-    local = store.local_path(folder)
+def _write(state: dcp.metadata.STATE_DICT_TYPE, store: Store, folder: str, group: dist.ProcessGroup) -> list[Json]:
+    entries = _write_shards(state, store, folder, group)
+    parts: list[list[Json]] | None = [[]] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    with _real_cause(folder, writing=True):
+        dist.gather_object(entries, parts, group=group)
+    if parts is not None:
+        store.write_json(f"{folder}/{FILES}", [entry for part in parts for entry in part])
+    return entries
+
+
+def _write_shards(
+    state: dcp.metadata.STATE_DICT_TYPE, store: Store, folder: str, group: dist.ProcessGroup
+) -> list[Json]:
+    local, (above, _, name) = store.local_path(folder), folder.rpartition("/")
     if local is not None:
         with _real_cause(str(local), writing=True):
             dcp.save(state, checkpoint_id=local, process_group=group)
-        return
+        rank = dist.get_rank(group)
+        files = [*local.glob(f"__{rank}_*"), *([local / METADATA] if rank == 0 else [])]
+        return [file_entry(file, f"{name}/{file.name}") for file in files]
     with tempfile.TemporaryDirectory() as staging:
         with _real_cause(staging, writing=True):
             dcp.save(state, checkpoint_id=staging, process_group=group)
-        store.upload(Path(staging), folder)
+        return store.upload(Path(staging), above, name)
 
 
 def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
-    """Puts the state in `folder` of the store into the engine, whatever world size and mesh wrote it."""
+    """Puts the state in `folder` of the store into the engine, whatever world size and mesh wrote it.
+
+    Nothing in the folder is run: InputError for one that holds anything but tensors.
+    """
     state = engine.state()
-    local = store.local_path(folder)
-    if local is not None:
+    with ExitStack() as stack:
+        local = store.local_path(folder)
+        if local is None:
+            local = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            store.download(folder, local)
         with _real_cause(str(local)):
-            dcp.load(state, checkpoint_id=local)
-    else:
-        with tempfile.TemporaryDirectory() as staging:
-            store.download(folder, Path(staging))
-            with _real_cause(staging):
-                dcp.load(state, checkpoint_id=staging)
+            dcp.load(state, storage_reader=TensorReader(local))
     engine.load_state(state)
 
 
@@ -86,21 +111,30 @@ def _real_cause(path: str, writing: bool = False) -> Iterator[None]:
             yield
         except CheckpointException as error:
             # Not even an Exception: nothing but a bare except would stop it.
-            raise next(iter(error.failures.values()))[0] from error
+            cause = next(iter(error.failures.values()))[0]
+            raise _why_unwritten(path) if "inline_container" in str(cause) else cause from error
         except RuntimeError as error:
             # Failures of a rank's own come as above; this is one of the messages between the ranks.
             raise TransientError(f"a rank was lost while a checkpoint was read or written: {error}") from error
 
 
-def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, folder: str) -> None:
+def _why_unwritten(path: str) -> OSError:
+    """Why torch's writer of archives, which only says that it wrote less than it should, could not write."""
+    full = os.path.exists(path) and shutil.disk_usage(path).free < ROOM
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if full else OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, folder: str) -> list[Json]:
     """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer and templates.
+
+    Returns what `Store.commit_folder` takes of the files that this rank has written.
 
     Adapters are part of its weights, and lie in its subfolder `adapter` once more, in PEFT's layout for `source`.
 
     Args:
         source: the folder that the model came from, whose tokenizer and templates go along.
     """
-    model = engine.model
+    model, written = engine.model, []
     weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters()}
     adapters = {name: tensor.cpu() for name, tensor in engine.adapter_parameters()}
     if dist.get_rank() == 0:
@@ -117,8 +151,9 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
             if adapters:
                 save_adapters(model, adapters, source, target / "adapter")
             store.remove(folder)
-            store.upload(target, folder)
+            written = store.upload(target, folder)
     dist.barrier()
+    return written
 
 
 def _save_pretrained(model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype, target: Path) -> None:

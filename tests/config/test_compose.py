@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.config.compose import compose, config_hash, diff, flatten, from_dict, recipe_names, to_yaml
+from rl_core.config.compose import compose, config_hash, diff, flatten, from_dict, layout_diff, recipe_names, to_yaml
 from rl_core.config.schema import RunConfig
 from rl_core.errors import InputError
 
@@ -178,6 +178,9 @@ def test_the_hash_ignores_run_control_only() -> None:
         "storage.root=/x", "tracking.uri=http://localhost:1", "registry.model_name=x", "trainer.segment_steps=1",
         "trainer.save_every=2", "trainer.keep_checkpoints=9", "trainer.max_attempts=1", "trainer.call_timeout_s=1",
         "reward.processes=2", "reward.timeout_s=1", "gate.mode=off",
+        # How the work lies on processes: results are equal within rounding.
+        "trainer.ranks_per_node=2", "trainer.nodes=2", "trainer.threads_per_rank=2", "rollout.ranks_per_node=1",
+        "engine.activation_checkpointing=true", "engine.offload=idle", "actor.max_tokens_per_micro_batch=4096",
     ]  # fmt: skip
     for override in control:
         assert config_hash(compose("demo", [override]).config) == config_hash(base), override
@@ -195,6 +198,11 @@ def test_the_hash_ignores_run_control_only() -> None:
 def test_diff_names_the_identity_keys_that_differ() -> None:
     a, b = compose("demo", []).config, compose("demo", ["trainer.seed=3", "storage.root=/x"]).config
     assert diff(a, b) == {"trainer.seed": (0, 3)} and diff(a, a) == {}
+
+
+def test_the_layout_is_told_apart_from_what_decides_results() -> None:
+    a, b = compose("demo", []).config, compose("demo", ["trainer.ranks_per_node=2", "engine.shard_size=1"]).config
+    assert layout_diff(a, b) == {"trainer.ranks_per_node": (1, 2), "engine.shard_size": (None, 1)} and not diff(a, b)
 
 
 def test_configs_are_checked_in_a_moment_without_heavy_imports() -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from botocore.exceptions import EndpointConnectionError
 from s3fs import S3FileSystem
-from support_servers import empty_bucket, free_port, s3_server
+from support_servers import empty_bucket, free_port
 
 from rl_core.config.data import SourceConfig
 from rl_core.data.files import changed_files, data_files, file_identity, read_records
@@ -54,12 +54,6 @@ FORMATS: dict[str, Callable[[Rows], bytes]] = {
     "a.arrow": lambda rows: columns(rows, write_stream),
     "a.feather": lambda rows: columns(rows, lambda table, sink: feather.write_feather(table, sink, chunksize=300)),
 }
-
-
-@pytest.fixture(scope="module")
-def s3_endpoint() -> Iterator[str]:
-    with s3_server() as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(params=["local", "s3"])

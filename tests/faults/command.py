@@ -99,8 +99,8 @@ def prepare() -> None:
         around(pushes, "push_weights", "weight push", "weight push", lambda _self, version: version)
     around(Commits, "begin", "checkpoint shards", None, lambda _self, step, _meta: step)
     around(Roles, "finish_checkpoint", None, "checkpoint shards", now)
-    only(lambda _self, rel, _meta: rel.startswith(CHECKPOINTS), Store, "commit_folder", "manifest",
-         lambda _self, rel, _meta: int(rel.rpartition("_")[2]))  # fmt: skip
+    only(lambda _self, rel, *_: rel.startswith(CHECKPOINTS), Store, "commit_folder", "manifest",
+         lambda _self, rel, *_: int(rel.rpartition("_")[2]))  # fmt: skip
     around(Ledger, "write", "ledger record", "ledger record", lambda _self, step, _record: step)
     around(Session, "flush_metrics", "metric flush", "metric flush", lambda _self, step: step)
     around(evaluate, "_kept", "evaluation", "evaluation", lambda session, *_: session.committed_step())

@@ -5,12 +5,15 @@ One story: each test goes on where the one before it ended.
 """
 
 import json
+import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from flows.deploy import DEPLOYMENTS
 from flows.ports import check_port
 from flows.services import call, leftovers
 from rl_core.environment import Process, read_services
+from rl_core.storage import step_name
 
 TINY = [
     "data.train_batch_size=8",
@@ -169,6 +173,9 @@ def test_a_killed_flow_process_is_started_again_and_completes(place: Place, firs
 def test_a_flow_run_that_is_retried_by_hand_trains_nothing_again(place: Place, first: dict[str, Any]) -> None:
     manifests = sorted((place.home / "runs/first").glob("checkpoints/*/manifest.json"))
     before = [file.stat().st_mtime_ns for file in manifests]
+    kept = json.loads((place.home / "attempts" / f"{first['id']}.json").read_text())
+    until(lambda: not Process(**kept["process"]).find(), 60, place.log)
+    time.sleep(2)  # Prefect's worker has to notice, too, or it clears the folder away in which the next one starts
     assert "scheduled for retry" in place.prefect("flow-run", "retry", first["id"]).output
     until(lambda: place.flow_run(first["id"])["run_count"] == 3, 120, place.log)
     place.wait(first["id"], "COMPLETED")
@@ -210,7 +217,9 @@ def test_a_schedule_finds_nothing_to_do(place: Place, first: dict[str, Any]) -> 
     until(lambda: place.last_run("retrain-nightly")["id"] != before, 120, place.log)
     run = place.wait(place.last_run("retrain-nightly")["id"], "COMPLETED")
     assert run["auto_scheduled"] and "nothing to do" in run["state"]["message"]
-    deploy_own(place, active=False)
+    for schedule in call(f"{place.api}/deployments/name/retrain/retrain-nightly")["schedules"]:
+        paused = place.prefect("deployment", "schedule", "pause", "retrain/retrain-nightly", schedule["id"])
+        assert paused.code == 0 or not schedule["active"], paused.output
     until(lambda: not place.active_runs(), 120, place.log)  # the next training would be refused while one is active
 
 
@@ -227,12 +236,27 @@ def test_a_version_that_the_gate_refused_is_promoted_by_force_and_rolled_back(
     assert place.aliases()["champion"] == "1"
 
 
+def states_of(home: Path, number: str) -> list[tuple[str, str]]:
+    """Types and messages of all states that a flow run had, in the server's database."""
+    with closing(sqlite3.connect(home / "prefect/prefect.db")) as database:
+        words = "select type, message from flow_run_state where replace(flow_run_id, '-', '') = ? order by timestamp"
+        found: list[tuple[str, str]] = database.execute(words, [number.replace("-", "")]).fetchall()
+    return found
+
+
 def test_down_leaves_nothing(place: Place, first: dict[str, Any]) -> None:
-    done, run = place.deployment_run("post-train/post-train", {"overrides": TINY}, watch=False)
-    place.wait(run["id"], "RUNNING")
+    settings = [*TINY, "trainer.steps=500", "trainer.segment_steps=500"]
+    done, run = place.deployment_run("post-train/post-train", {"overrides": settings, "run_name": "ended"}, watch=False)
+    until(lambda: place.committed("ended") != [], 300, place.log)
     process = place.process_of(run["id"])
     ended = rollforward(place.home, "down")
     assert ended.code == 0 and "flow run demo, cancelled" in ended.output, ended.output
+    log = (place.home / "logs/worker.log").read_text().rpartition("up to step 500")[2]
+    assert "asked to stop: the step that is under way ends first" in log
+    last = re.findall(r"step +(\d+)/500", log)[-1]
+    assert place.committed("ended")[-1] == step_name(int(last)), log
+    states = states_of(place.home, run["id"])
+    assert states[-1][0] == "CANCELLED" and "CRASHED" not in dict(states), states
     assert not process.is_running() and leftovers(place.home) == [] and read_services(place.home) == {}
     for address in (place.api.removesuffix("/api"), place.mlflow):
         check_port(int(address.rpartition(":")[2]))

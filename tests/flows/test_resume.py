@@ -1,15 +1,20 @@
 """A run that dies continues where it was committed and ends like one that was never disturbed."""
 
+import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 from support_flows import COMMAND, SMALL, Result, environment, rollforward
+
+from rl_core.storage import Store
 
 RUN = ["run", "demo", "--run", "small", *SMALL]
 MOVING = re.compile(r"^(time|perf)/|^reward/(seconds_mean|seconds_max|wait)$")
@@ -23,11 +28,12 @@ def kill_tree(process: subprocess.Popen) -> None:
     psutil.wait_procs(family, timeout=20)
 
 
-def start(home: Path, until: str) -> subprocess.Popen:
-    """Starts the run and returns when its output holds `until`."""
+def start(home: Path, until: str, arguments: list[str] = RUN) -> subprocess.Popen:
+    """Starts the run, in a process group of its own, and returns when its output holds `until`."""
     process = subprocess.Popen(
-        [COMMAND, *RUN], env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        [COMMAND, *arguments], env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
     assert process.stdout is not None
     seen = ""
     while until not in seen:
@@ -109,16 +115,54 @@ def test_other_settings_under_the_same_name_are_refused(other_home: Path, resume
     assert "actor.optim.lr was" in refused.output and "Traceback" not in refused.output
 
 
-def test_interrupting_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = start(tmp_path, "step 1/6")
+def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = start(tmp_path, "step 1/6", [*RUN, "trainer.save_every=3"])
     family = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
-    assert "continues from the last committed step" in output
-    assert re.search(r"^  small .* stopped ", rollforward(tmp_path, "runs").output, re.MULTILINE)
+    assert "asked to stop: the step that is under way ends first (about " in output
+    told = re.search(r"stopped at step (\d) of 6\n.*\n +this continues from the last committed step:\n +(.*)", output)
+    assert told and told[1] == re.findall(r"step (\d)/6", output)[-1] and int(told[1]) > 1, output
+    store = Store(str(tmp_path / "runs/small"))
+    assert store.committed_steps("checkpoints") == [int(told[1])], "between two checkpoints, too"
+    ended(tmp_path, family)
+    command = shlex.split(told[2])
+    assert command[:3] == ["rollforward", "run", "demo"] and command[-2:] == ["--run", "small"]
+    kill_tree(start(tmp_path, f"step {int(told[1]) + 1}/6", command[1:]))
+
+
+def test_a_second_ctrl_c_abandons_the_step_and_commits_the_one_before(tmp_path: Path) -> None:
+    scorer = ["reward.function=support_rewards:slow_when_told", "reward.timeout_s=90", "warm_start.steps=0"]
+    process = start(tmp_path, "step 1/6", [*RUN, *scorer, "trainer.grace_s=40"])
+    family = psutil.Process(process.pid).children(recursive=True)
+    (tmp_path / "slow").touch()
+    time.sleep(1)
+    begun = time.monotonic()
+    # As a terminal does it: every process of the group gets it, Prefect's server too.
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and time.monotonic() - begun < 30, output
+    assert "the step that is under way ends first" in output
+    told = re.search(r"stopped at step (\d) of 6", output)
+    assert told and told[1] == (re.findall(r"step (\d)/6", output) or ["1"])[-1], output
+    ended(tmp_path, family)
+
+
+def ended(home: Path, family: list[psutil.Process]) -> None:
+    """Nothing is left of the run `small` but what it committed, and everybody says that it was stopped."""
+    from mlflow import MlflowClient
+
     _, alive = psutil.wait_procs(family, timeout=20)
     assert alive == []
+    assert re.search(r"^  small .* stopped ", rollforward(home, "runs").output, re.MULTILINE)
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert run.info.status == "KILLED"
+    with (home / "locks/small.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_two_processes_cannot_work_on_one_run(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
+import json
 from pathlib import Path
 
 import pytest
 
-from rl_core.errors import RollforwardError, TransientError
+from rl_core.errors import InputError, RollforwardError, TransientError
 from rl_core.ledger import Ledger
 from rl_core.storage import Store
 
@@ -39,3 +40,18 @@ def test_a_record_that_is_no_object_is_named(ledger: Ledger) -> None:
     ledger.store.write_bytes("step_000001.json", b"[1]")
     with pytest.raises(RollforwardError, match="step 1"):
         ledger.read(1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"0.5", b"0.9"), (b"}", b""), (b"loss", b"lost")], ids=["flipped", "truncated", "renamed"]
+)
+def test_a_damaged_record_is_named_with_the_way_on(ledger: Ledger, old: bytes, new: bytes) -> None:
+    ledger.write(7, {"step": 7, "metrics": {"loss": 0.5}})
+    name = "step_000007.json"
+    ledger.store.write_bytes(name, ledger.store.read_bytes(name).replace(old, new))
+    with pytest.raises(InputError, match="step 7") as caught:
+        ledger.records(upto=7, after=6)
+    assert caught.value.where == f"{ledger.store.url}/{name}"
+    lost = caught.value.fix.partition("write into it: ")[2]
+    ledger.store.write_bytes(name, lost.encode())
+    assert ledger.read(7) == json.loads(lost)

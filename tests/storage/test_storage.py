@@ -1,24 +1,18 @@
 """The same behaviour on a local folder and on an S3 server (a real one on this machine, spoken to over HTTP)."""
 
 import json
-import logging
 import pickle
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
-from support_servers import empty_bucket, s3_server
+from support_servers import empty_bucket
 
 from rl_core.errors import InputError, TransientError
 from rl_core.storage import Store, step_name
-
-
-@pytest.fixture(scope="module")
-def s3_endpoint() -> Iterator[str]:
-    with s3_server() as endpoint:
-        yield endpoint
 
 
 @pytest.fixture
@@ -146,66 +140,66 @@ def test_commit_lists_every_file_and_reads_back(store: Store) -> None:
     ids=["flipped", "truncated", "missing", "no-manifest", "half-manifest", "edited-manifest"],
 )
 def test_damage_is_named_and_an_older_checkpoint_is_used(
-    store: Store, damage: Callable[[Store, str], None], problem: str, caplog: pytest.LogCaptureFixture
+    store: Store, damage: Callable[[Store, str], None], problem: str
 ) -> None:
     checkpoint(store, 4)
     folder = checkpoint(store, 12)
     damage(store, folder)
     assert store.verify(folder)[0].startswith(problem)
-    with caplog.at_level(logging.ERROR):
-        found = store.latest_verified("checkpoints")
+    had_manifest, told = store.exists(f"{folder}/manifest.json"), []
+    found = store.take_up("checkpoints", told.append)
     assert found is not None and found[0] == 4 and found[1]["meta"] == {"step": 4}
-    if store.exists(f"{folder}/manifest.json"):
-        assert step_name(12) in caplog.text and problem in caplog.text
+    assert store.listdir("checkpoints") == [step_name(4)]
+    if had_manifest:
+        (words,) = told
+        assert words.startswith(f"{store._path(folder)} is damaged and is not used: ") and problem in words
 
 
 def test_steps_are_in_numeric_order_and_need_a_manifest(store: Store) -> None:
-    assert store.committed_steps("checkpoints") == [] and store.latest_verified("checkpoints") is None
+    assert store.committed_steps("checkpoints") == [] and store.take_up("checkpoints") is None
     for step in (1_000_000, 2, 999_999):
         checkpoint(store, step)
     store.write_bytes(f"checkpoints/{step_name(7)}/rank0.bin", b"cut short")
     store.write_bytes("checkpoints/notes/x", b"")
     assert store.committed_steps("checkpoints") == [2, 999_999, 1_000_000]
     assert store.child("checkpoints").committed_steps("") == [2, 999_999, 1_000_000]
-    found = store.latest_verified("checkpoints")
+    found = store.take_up("checkpoints")
     assert found is not None and found[0] == 1_000_000
-    store.sweep("checkpoints")
     assert store.listdir("checkpoints") == ["notes", "step_000002", "step_1000000", "step_999999"]
     assert store.verify(f"checkpoints/{step_name(2)}") == []
-
-
-def test_sweep_drops_what_a_resume_passed_over(store: Store) -> None:
-    for step in (1, 2, 3):
-        checkpoint(store, step)
-    store.sweep("checkpoints", newest=2)
-    assert store.committed_steps("checkpoints") == [1, 2]
 
 
 def test_retention_keeps_the_newest(store: Store) -> None:
     for step in (1, 2, 3, 10):
         checkpoint(store, step)
-    store.retain("checkpoints", keep=2)
+    store.retain("checkpoints", keep=2, newest=10)
     assert store.listdir("checkpoints") == [step_name(3), step_name(10)]
     assert store.verify(f"checkpoints/{step_name(3)}") == []
-    store.retain("checkpoints", keep=5)
+    store.retain("checkpoints", keep=5, newest=10)
     assert store.committed_steps("checkpoints") == [3, 10]
+    store.retain("checkpoints", keep=1, newest=3)
+    assert store.committed_steps("checkpoints") == [3, 10], "what is newer than the step just committed stays"
 
 
 def test_a_removal_that_is_cut_short_leaves_no_manifest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(store, 1)
     checkpoint(store, 2)
-    remove_file: Callable[[str], None] = store.fs.rm_file
     removed: list[str] = []
 
     def cut(path: str) -> None:
-        removed.append(path)
-        if store.is_local or len(removed) > 1:
-            raise OSError("cut short")
-        remove_file(path)
+        raise OSError("cut short")
 
-    monkeypatch.setattr(*(("shutil.rmtree", cut) if store.is_local else (store.fs, "rm_file", cut)))
+    remove_file = getattr(store.fs, "_rm_file", None)
+
+    async def cut_after_one(path: str) -> None:
+        removed.append(path)
+        if len(removed) > 1:
+            raise OSError("cut short")
+        await remove_file(path)
+
+    monkeypatch.setattr(*(("shutil.rmtree", cut) if store.is_local else (store.fs, "_rm_file", cut_after_one)))
     with pytest.raises(TransientError):
-        store.retain("checkpoints", keep=1)
+        store.retain("checkpoints", keep=1, newest=2)
     assert store.committed_steps("checkpoints") == [2]
     assert store.exists(f"{folder}/rank0.bin")
 
@@ -224,7 +218,7 @@ def test_a_second_client_sees_what_the_first_does(store: Store) -> None:
 def test_memory_urls_work() -> None:
     store = Store("memory://rollforward-test/a")
     checkpoint(store, 1)
-    found = Store(store.url).latest_verified("checkpoints")
+    found = Store(store.url).take_up("checkpoints")
     assert found is not None and found[0] == 1
     store.remove("checkpoints")
     assert store.committed_steps("checkpoints") == []
@@ -234,12 +228,12 @@ def test_storage_failures_are_never_taken_for_missing_files(s3: str, monkeypatch
     store = Store(s3)
     checkpoint(store, 1)
 
-    def busy(path: str) -> None:
+    async def busy(path: str) -> None:
         raise OSError(16, "Please reduce your request rate")
 
-    monkeypatch.setattr(store.fs, "info", busy)
+    monkeypatch.setattr(store.fs, "_info", busy)
     with pytest.raises(TransientError, match="request rate"):
-        store.sweep("checkpoints")
+        store.take_up("checkpoints")
 
 
 def test_a_probe_leaves_nothing(store: Store) -> None:
@@ -298,3 +292,12 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     folder = checkpoint(store, 1)
     with fsspec.open(f"{tmp_path}/{folder}/manifest.json", "rt") as file:
         assert set(json.load(file)) == {"version", "files", "meta", "sha256"}
+
+
+def test_a_file_is_created_once(store: Store) -> None:
+    assert store.create_bytes("a/b", b"one") and not store.create_bytes("a/b", b"two")
+    assert store.read_bytes("a/b") == b"one"
+    assert store.create_bytes("a/b", b"one"), "a client that lost the answer tries again"
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda number: store.create_bytes("c", b"%d" % number), range(8)))
+    assert made.count(True) == 1 and store.read_bytes("c") == b"%d" % made.index(True)

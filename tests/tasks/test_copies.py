@@ -43,10 +43,3 @@ def test_a_copy_to_a_server_and_within_it(server: Any, sqlite_uri: str, tmp_path
     production = Registry(server.uri, "production")
     assert contents(production.download("1", tmp_path / "again")) == contents(tmp_path / "export")
     assert production.get("1").tags["copied_from"] == "models:/sorter/1"
-
-
-def test_a_login_in_an_address_is_not_written_down(tmp_path: Path) -> None:
-    from tasks.copies import _without_login
-
-    assert _without_login("https://me:secret@mlflow.example:5000/x") == "https://mlflow.example:5000/x"
-    assert _without_login("sqlite:////home/me/mlflow.db") == "sqlite:////home/me/mlflow.db"

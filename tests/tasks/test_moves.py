@@ -55,6 +55,7 @@ def test_of_two_promotions_at_once_one_wins_and_the_other_is_told(
 ) -> None:
     registry = registry_with(sqlite_uri, tmp_path, {}, {}, {})
     registry.promote("1")
+    registry.set_alias("previous", "1")  # of two that make an alias at once, one is refused at once
     barrier, set_alias = threading.Barrier(2), Registry.set_alias
 
     def together(self: Registry, alias: str, version: str) -> None:
@@ -114,3 +115,10 @@ def test_files_are_downloaded_once(sqlite_uri: str, tmp_path: Path, monkeypatch:
     assert registry.local_folder("2", tmp_path / "cache") != folder
     monkeypatch.setattr(Registry, "download", None)
     assert registry.local_folder("1", tmp_path / "cache") == folder
+
+
+def test_a_tag_leads_no_download_out_of_the_cache(sqlite_uri: str, tmp_path: Path) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {})
+    registry.set_tags("1", {"checkpoint": "../../../outside"})
+    folder = registry.local_folder("1", tmp_path / "deep/cache")
+    assert folder.resolve().parent == tmp_path / "deep/cache/versions"

@@ -35,12 +35,9 @@ def model_folder(path: Path) -> Path:
 @contextmanager
 def session_of(home: Path, name: str, *settings: str) -> Iterator[Session]:
     run = open_run(compose("demo", [*SETTINGS, *settings]), home, name)  # home is where the database of `sqlite_uri` is
-    try:
-        with open_session(run) as session:
-            prepare_data.__wrapped__()  # type: ignore[attr-defined]
-            yield session
-    finally:
-        run.lock.close()
+    with open_session(run) as session:
+        prepare_data.__wrapped__()  # type: ignore[attr-defined]
+        yield session
 
 
 def add_version(session: Session, greedy: list[float], **more: Any) -> str:

@@ -117,7 +117,7 @@ def test_an_outage_keeps_traces_for_later(
     sender = traces(server.uri, store)
     assert sender.flush(1) == 2
     server.kill()
-    with caplog.at_level(logging.WARNING, "tasks.tracking"):
+    with caplog.at_level(logging.WARNING, "tasks.outage"):
         assert [sender.flush(2), sender.flush(3)] == [0, 0]
     assert len(caplog.records) == 1 and "Traces are kept and sent later" in caplog.text
     server.start()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ from tasks.tracking import (
 
 def record(step: int, **metrics: float) -> dict[str, Any]:
     return {"step": step, "time": 1_700_000_000.0 + step, "metrics": {"reward/mean": step / 10, **metrics}}
+
+
+def of(records: list[dict[str, Any]]) -> Callable[[int], list[dict[str, Any]]]:
+    return lambda after: [record for record in records if record["step"] > after]
 
 
 def history(tracker: Tracker, name: str) -> list[tuple[int, float]]:
@@ -53,13 +58,13 @@ def test_tracking_module_leaves_mlflow_for_later() -> None:
 def test_flushing_twice_or_after_a_crash_never_doubles_a_point(sqlite_uri: str, tmp_path: Path) -> None:
     records = [record(1), record(2), record(3)]
     first = open_tracker(sqlite_uri, tmp_path)
-    assert first.flush(records[:2]) == 2
-    assert first.flush(records) == 1
-    assert first.flush(records) == 0
+    assert first.flush(of(records[:2])) == 2
+    assert first.flush(of(records)) == 1
+    assert first.flush(of(records)) == 0
     # A second process: nothing in memory, the step's other time stamp would make MLflow keep both points.
     again = [{**r, "time": r["time"] + 50} for r in [*records, record(4)]]
     second = open_tracker(sqlite_uri, tmp_path)
-    assert second.flush(again) == 1
+    assert second.flush(of(again)) == 1
     assert second.run_id == first.run_id
     assert history(second, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
     assert history(second, STEP_METRIC) == [(1, 1), (2, 2), (3, 3), (4, 4)]
@@ -74,13 +79,13 @@ def test_more_metrics_than_one_call_takes(sqlite_uri: str, tmp_path: Path) -> No
     assert [(len(metrics), count, step) for metrics, count, step in _batches(records)] == [
         (906, 3, 2), (906, 3, 5), (604, 2, 7)
     ]  # fmt: skip
-    assert tracker.flush(records) == 8
+    assert tracker.flush(of(records)) == 8
     assert [step for step, _ in history(tracker, "m299")] == list(range(8))
 
 
 def test_names_that_mlflow_forbids_and_nan(sqlite_uri: str, tmp_path: Path) -> None:
     tracker = open_tracker(sqlite_uri, tmp_path)
-    assert tracker.flush([record(1, **{"val/pass@4#x": 0.5, "kl": math.nan})]) == 1
+    assert tracker.flush(of([record(1, **{"val/pass@4#x": 0.5, "kl": math.nan})])) == 1
     assert history(tracker, "val/pass_4_x") == [(1, 0.5)]
     assert math.isnan(history(tracker, "kl")[0][1])
 
@@ -177,25 +182,25 @@ def test_outage_loses_and_doubles_nothing(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     tracker = open_tracker(server.uri, None)
     records = [record(s) for s in range(1, 7)]
-    assert tracker.flush(records[:2]) == 2
+    assert tracker.flush(of(records[:2])) == 2
     # What a time-out looks like: the server took step 3, the caller never heard of it.
-    open_tracker(server.uri, None).flush([{**r, "time": r["time"] + 9} for r in records[:3]])
+    open_tracker(server.uri, None).flush(of([{**r, "time": r["time"] + 9} for r in records[:3]]))
 
     server.kill()
     start = time.monotonic()
-    with caplog.at_level(logging.WARNING, "tasks.tracking"):
-        assert [tracker.flush(records[:n]) for n in (3, 4, 5)] == [0, 0, 0]
+    with caplog.at_level(logging.WARNING, "tasks.outage"):
+        assert [tracker.flush(of(records[:n])) for n in (3, 4, 5)] == [0, 0, 0]
     assert time.monotonic() - start < 10
     assert len(caplog.records) == 1 and "sent later" in caplog.text
     late = open_tracker(server.uri, None)
-    assert late.flush(records) == 0
+    assert late.flush(of(records)) == 0
     late.end("FAILED")
     with pytest.raises(TransientError):
         tracker.set_tags({"x": "1"})
 
     server.start()
-    assert tracker.flush(records) == 3
-    assert late.flush(records) == 0
+    assert tracker.flush(of(records)) == 3
+    assert late.flush(of(records)) == 0
     assert late.run_id == tracker.run_id
     assert [step for step, _ in history(tracker, "reward/mean")] == [1, 2, 3, 4, 5, 6]
     tracker.log_config({"a": 1}, "a: 1\n", "h")

@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from support import LENGTHS, off_policy, policy_engine, rows_of, save, update_alone, weights_of
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rl_core.config.schema import OptimConfig
+from rl_core.errors import RollforwardError
 from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.storage import Store
-from rl_core.training.checkpoint import export_model, load_engine
+from rl_core.training import checkpoint
+from rl_core.training.checkpoint import FILES, export_model, load_engine
 from rl_core.training.place import Place
 
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="linear", warmup_steps=1, weight_decay=0.1)
@@ -49,6 +53,32 @@ def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, place: Place, tm
     again = update_alone(engine, rows), weights_of(engine)
     assert again[0] == first[0]
     assert all(torch.equal(again[1][name], first[1][name]) for name in first[1])
+
+
+def test_the_list_of_files_comes_when_all_shards_are_there(
+    tiny_model: Path, place: Place, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit may rely on it when ranks no longer answer."""
+    listed, there = f"step/{FILES}", []
+    gather = dist.gather_object
+    monkeypatch.setattr(
+        dist, "gather_object", lambda *args, **kw: there.append(store.exists(listed)) or gather(*args, **kw)
+    )
+    save(policy_engine(tiny_model, place, OPTIM), store, "step")
+    names = [file["path"].rpartition("/")[2] for file in store.read_json(listed)]
+    assert there and not any(there) and {*names, FILES} == {*store.listdir("step")}
+
+
+@pytest.mark.parametrize(("room", "kind"), [(0, "InputError"), (1 << 40, "TransientError")])
+def test_an_archive_that_is_cut_is_a_full_disk_or_worth_a_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, kind: str
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
+    cut = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    with pytest.raises(RollforwardError) as raised, checkpoint._real_cause(str(tmp_path), writing=True):
+        raise CheckpointException("write", {0: (cut, None)})  # type: ignore[dict-item]
+    assert type(raised.value).__name__ == kind
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,273 @@
+"""Runs many steps of the tiny model by the real command and fails when anything but the run's own records grows.
+
+python -m benchmarks.soak [--steps 2000] [--out FOLDER] [a.b=value …]
+
+Every 1/40 of the steps it measures each process of the run. Windows are compared: the steps from 20 % to 40 %, when
+everything is warm, and the last 30 %. It prints a table, writes `soak.json` and `soak.png` into FOLDER, and exits
+with 1 when something grows beyond what `judge` allows.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+COMMAND = str(Path(sys.executable).parent / "rollforward")
+SETTINGS = [
+    "data.train_batch_size=2",
+    "actor.mini_batch_size=2",
+    "rollout.n=2",
+    "data.train_rows=64",
+    "data.val_rows=8",
+    "warm_start.steps=50",
+    "evaluation.sampled_n=1",
+    "gate.reload=false",
+    "tracking.traces_per_step=1",
+]
+SAMPLES = 40
+EARLY, LATE = (0.2, 0.4), (0.7, 1.0)
+"""Windows, as shares of the steps."""
+MEMORY, SLACK_BYTES = 0.02, 1 << 20
+"""Growth of a process's memory that is allowed: a share of it, or what an allocator's pages come to."""
+STEP_TIME, STEP_CPU = 0.15, 0.05
+"""Growth of the median step time and of the CPU seconds a step that is allowed: what noise comes to."""
+ONE_A_STEP = ("ledger", "rollouts")
+"""Folders of a run that get a file a step."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one process holds, and the CPU seconds that it took; memory is in bytes and without what files back, which
+    counts otherwise whenever another process of the machine has the same file."""
+
+    name: str
+    cpu: float
+    memory: int
+    threads: int
+    files: int
+    sockets: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A moment of the run: its processes by id, segments of shared memory and their bytes, and files that are kept."""
+
+    step: int
+    processes: dict[int, Usage]
+    segments: int = 0
+    segment_bytes: int = 0
+    kept_files: int = 0
+
+
+@dataclass(frozen=True)
+class Soak:
+    """All that was measured; `seconds` are those of each step, the first one first."""
+
+    steps: int
+    samples: list[Sample]
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A quantity in the two windows and whether it grew by more than is allowed."""
+
+    name: str
+    early: float
+    late: float
+    unit: str = ""
+    grew: bool = field(default=False)
+
+    @property
+    def growth(self) -> float:
+        """As a share of the early value."""
+        return (self.late - self.early) / self.early if self.early else float(self.late > 0)
+
+
+def judge(soak: Soak) -> list[Row]:
+    """The quantities in both windows: memory may grow by 2 % (or 1 MiB), a step by 15 % of its time and 5 % of its CPU
+    seconds, nothing else at all."""
+    early, late = (window(soak.samples, soak.steps, part) for part in (EARLY, LATE))
+    rows = []
+    for pid, usage in late[-1].processes.items():
+        if not all(pid in sample.processes for sample in (*early, *late)):
+            continue
+        of = lambda samples, name, pid=pid: median(getattr(s.processes[pid], name) for s in samples)  # noqa: E731
+        before, after = of(early, "memory"), of(late, "memory")
+        allowed = max(MEMORY * before, SLACK_BYTES)
+        rows.append(Row(f"{usage.name}: memory", before / 2**20, after / 2**20, "MiB", after - before > allowed))
+        for name in ("threads", "files", "sockets"):
+            rows.append(flat(f"{usage.name}: {name}", of(early, name), of(late, name)))
+    rows.append(flat("processes", *(median(len(s.processes) for s in part) for part in (early, late))))
+    for name in ("segments", "segment_bytes", "kept_files"):
+        rows.append(flat(name.replace("_", " "), *(median(getattr(s, name) for s in part) for part in (early, late))))
+    first, last = (
+        median(soak.seconds[int(begin * soak.steps) : int(end * soak.steps)]) for begin, end in (EARLY, LATE)
+    )
+    rows.append(Row("step time", 1000 * first, 1000 * last, "ms", last > (1 + STEP_TIME) * first))
+    first, last = map(cpu_of_a_step, (early, late))
+    return [*rows, Row("CPU of a step", 1000 * first, 1000 * last, "ms", last > (1 + STEP_CPU) * first)]
+
+
+def cpu_of_a_step(samples: Sequence[Sample]) -> float:
+    """CPU seconds a step of all processes that live through the window."""
+    first, last = samples[0], samples[-1]
+    both = first.processes.keys() & last.processes.keys()
+    return sum(last.processes[pid].cpu - first.processes[pid].cpu for pid in both) / (last.step - first.step)
+
+
+def flat(name: str, early: float, late: float) -> Row:
+    """A quantity that must not grow."""
+    return Row(name, early, late, "", late > early)
+
+
+def window(samples: Sequence[Sample], steps: int, part: tuple[float, float]) -> list[Sample]:
+    """The samples of a share of the steps."""
+    return [sample for sample in samples if part[0] * steps < sample.step <= part[1] * steps]
+
+
+def measure(root: psutil.Process, home: Path, step: int) -> Sample:
+    """The run's processes and files as they are now."""
+    processes: dict[int, Usage] = {}
+    segments: dict[str, int] = {}
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            with process.oneshot():
+                files = [os.readlink(file.path) for file in os.scandir(f"/proc/{process.pid}/fd")]
+                processes[process.pid] = Usage(
+                    name_of(process.cmdline()),
+                    sum(process.cpu_times()[:2]),
+                    anonymous_bytes(process.pid),
+                    process.num_threads(),
+                    len(files),
+                    sum(file.startswith("socket:") for file in files),
+                )
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+            for path in re.findall(r"(/dev/shm/\S+)(?: \(deleted\))?$", maps, re.MULTILINE):
+                segments[path] = os.stat(path).st_blocks * 512 if os.path.exists(path) else 0
+        except (psutil.Error, OSError):
+            continue  # it has ended meanwhile
+    kept = (file for file in home.rglob("*") if file.is_file() and file.parent.name not in ONE_A_STEP)
+    return Sample(step, processes, len(segments), sum(segments.values()), sum(1 for _ in kept))
+
+
+def anonymous_bytes(pid: int) -> int:
+    """A process's memory that no file backs: its heap and stacks."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(1024 * int(size) for size in re.findall(r"^(?:Anonymous|Swap): +(\d+) kB$", text, re.MULTILINE))
+
+
+def name_of(words: Sequence[str]) -> str:
+    """A process's name for the table."""
+    line = " ".join(words)
+    for pattern, name in (
+        (r"ray::(IDLE|DashboardAgent|RuntimeEnvAgent)", r"ray \1"),
+        (r"ray::", "worker"),  # its title is what it does now
+        (r"/(raylet|gcs_server) ", r"ray \1"),
+        (r"/ray/\S*/(\w+\.py)\b", r"ray \1"),
+        (r"uvicorn.*prefect", "prefect server"),
+        (r"(resource_tracker|forkserver|spawn_main)", r"python \1"),
+        (r"rollforward run", "rollforward"),
+    ):
+        if found := re.search(pattern, line):
+            return found.expand(name).strip()
+    return Path(words[0]).name if words else "?"
+
+
+def watched(process: subprocess.Popen[bytes], home: Path, steps: int) -> Iterator[Sample]:
+    """A sample whenever another 1/40 of the steps is done, until the run ends."""
+    root, status, next_step = psutil.Process(process.pid), home / "runs/soak/status.json", 0
+    while process.poll() is None:
+        time.sleep(0.2)
+        step = json.loads(status.read_text())["step"] if status.exists() else 0
+        if step >= next_step and 0 < step < steps:
+            yield measure(root, home, step)
+            next_step = step + steps / SAMPLES
+
+
+def run(steps: int, home: Path, settings: Sequence[str]) -> Soak:
+    """Runs the command to its end; RuntimeError with what it printed when it fails."""
+    log = home / "soak.log"
+    words = ["run", "demo", "--run", "soak", f"trainer.steps={steps}", *SETTINGS, *settings]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [COMMAND, *words],
+            env={**os.environ, "ROLLFORWARD_HOME": str(home)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            samples = list(watched(process, home, steps))
+        finally:
+            process.terminate()
+            code = process.wait()
+    if code:
+        raise RuntimeError(f"exit code {code}\n{log.read_text()[-4000:]}")
+    records = sorted((home / "runs/soak/ledger").glob("step_*.json"))
+    return Soak(steps, samples, [json.loads(file.read_text())["metrics"]["time/step"] for file in records])
+
+
+def plot(soak: Soak, file: Path) -> None:
+    """Memory of every process that lives to the end, and the step time, over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, constrained_layout=True)
+    for pid, usage in soak.samples[-1].processes.items():
+        points = [(s.step, s.processes[pid].memory / 2**20) for s in soak.samples if pid in s.processes]
+        above.plot(*zip(*points, strict=True), label=usage.name)
+    above.set_ylabel("memory, MiB")
+    above.set_yscale("log")
+    above.legend(fontsize=6, ncols=3)
+    below.plot([1000 * seconds for seconds in soak.seconds], linewidth=0.5)
+    below.set_ylabel("step time, ms")
+    below.set_xlabel("step")
+    figure.savefig(file, dpi=110)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table; what grew is marked, and what is as it was in number is left out."""
+    lines = ["| what | early | late | growth | |", "|---|---|---|---|---|"]
+    for row in rows:
+        if not row.unit and row.early == row.late:
+            continue
+        early, late = (f"{value:,.{1 if row.unit else 0}f} {row.unit}".strip() for value in (row.early, row.late))
+        lines.append(f"| {row.name} | {early} | {late} | {row.growth:+.1%} | {'GREW' if row.grew else ''} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs, judges and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--out", type=Path, default=Path("soak"))
+    parser.add_argument("settings", nargs="*", metavar="a.b=value")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="soak") as home:
+        soak = run(options.steps, Path(home), options.settings)
+    (options.out / "soak.json").write_text(json.dumps(asdict(soak)))
+    plot(soak, options.out / "soak.png")
+    rows = judge(soak)
+    print(table(rows))
+    grown = [row.name for row in rows if row.grew]
+    same = sum(not row.unit and row.early == row.late for row in rows)
+    print(f"\n{same} numbers of processes, threads, files, sockets and segments are as they were.")
+    print(f"{options.steps:,} steps: " + (f"grew: {', '.join(grown)}" if grown else "nothing grew"))
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

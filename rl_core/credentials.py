@@ -1,0 +1,59 @@
+"""Credentials within texts: settings must not hold any, and what is told of an error shows none."""
+
+import os
+import re
+from typing import Any
+
+# What comes before `@host`. A variable such as $PASSWORD is no secret, and a name alone is one on the web only: it is
+# the container of abfs://container@account, the user of sftp://user@host.
+_USER = re.compile(
+    r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/?#\"]*:[^\s/?#\"]*@))"
+    r"(?!(?:[^\s/?#@:]*:)?\$(?:\w+|\{\w+\})@)[^\s/?#\"]+@"
+)
+_QUERY = re.compile(
+    r"(?i)([?&](?:x-amz-(?:signature|credential|security-token)|awsaccesskeyid|sig(?:nature)?|(?:access_)?token|"
+    r"(?:api[_-]?)?key|password|secret)=)(?!\$)[^\s&#\"']+"
+)
+_OPTION = re.compile(r"(?i)(?:[\w-]*(?:token|passw(?:or)?d|secret|api[_-]?key)[=\s]\s*|\bbearer\s+)['\"]?(?![\s$'\"])")
+
+ADDRESSES = (
+    "PREFECT_API_URL",
+    "PREFECT_UI_URL",
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_REGISTRY_URI",
+    "MLFLOW_S3_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "FSSPEC_S3_ENDPOINT_URL",
+)
+"""Variables with addresses that libraries write into logs and errors."""
+HOW = (
+    "leave user, password and tokens out and export them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for storage, "
+    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD for MLflow, PREFECT_API_AUTH_STRING or PREFECT_API_KEY for "
+    "Prefect, the variable that reward.judge.key_env names for a judge, and for MCP servers any that the setting names "
+    "as $NAME"
+)
+"""What to do instead."""
+
+
+def without_credentials(text: str) -> str:
+    """The text with users, passwords and signatures of its URLs replaced by `***`."""
+    return _QUERY.sub(r"\1***", _USER.sub("***@", text))
+
+
+def holds_credentials(value: Any) -> bool:
+    """Whether a text, or one within lists and mappings, has a URL with credentials."""
+    if isinstance(value, str):
+        return without_credentials(value) != value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(map(holds_credentials, parts))
+
+
+def command_holds_credentials(command: str) -> bool:
+    """Whether a command line has a token, password or key as `--token X` or `API_KEY=X`; a variable `$X` is none."""
+    return _OPTION.search(command) is not None
+
+
+def addresses_with_credentials() -> list[str]:
+    """Names of the variables of the environment whose address has credentials."""
+    return [name for name in ADDRESSES if holds_credentials(os.environ.get(name, ""))]

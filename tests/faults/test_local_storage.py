@@ -1,0 +1,168 @@
+"""A disk that is full or read-only, and folders that are damaged: told, never used, and made again."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import policy_engine, save
+
+from rl_core.commit import CHECKPOINTS
+from rl_core.config.compose import compose
+from rl_core.config.schema import OptimConfig
+from rl_core.console import Console
+from rl_core.errors import InputError, TransientError
+from rl_core.storage import Store, step_name
+from rl_core.training.checkpoint import load_engine
+from rl_core.training.place import Place
+from tasks.pages import described, run_page
+from tasks.runs import open_run
+from tasks.session import Session, open_session
+
+ROOM = "free space there and give the same command again"
+
+
+def checkpoint(store: Store, step: int, size: int = 1000) -> str:
+    folder = f"{CHECKPOINTS}/{step_name(step)}"
+    files = [store.add_bytes(bytes([step]) * size, folder, name) for name in ("actor/a", "actor/b")]
+    store.commit_folder(folder, {}, files)
+    return folder
+
+
+def test_a_full_disk_says_so_and_the_checkpoint_before_stays(small_disk: Path) -> None:
+    store = Store(str(small_disk / "run"))
+    checkpoint(store, 1)
+    with pytest.raises(InputError, match=ROOM) as caught:
+        checkpoint(store, 2, size=5 << 20)
+    assert str(small_disk) in caught.value.where and "No space left" in caught.value.seen
+    assert not list(small_disk.rglob("*.tmp"))
+    found = store.take_up(CHECKPOINTS)
+    assert found and found[0] == 1 and store.listdir(CHECKPOINTS) == [step_name(1)]
+    checkpoint(store, 2)
+    assert store.verify(f"{CHECKPOINTS}/{step_name(2)}") == []
+
+
+def test_a_lease_that_does_not_fit_leaves_no_torn_one(small_disk: Path) -> None:
+    store = Store(str(small_disk / "run"))
+    store.write_bytes("a", b"")
+    with pytest.raises(InputError, match=ROOM):
+        store.create_bytes("b", bytes(9 << 20))
+    assert store.listdir() == ["a"]
+
+
+def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: Path, place: Place) -> None:
+    engine, store = policy_engine(tiny_model, place, OptimConfig()), Store(str(small_disk / "run"))
+    save(engine, store, f"{CHECKPOINTS}/{step_name(1)}/actor")
+    store.commit_folder(f"{CHECKPOINTS}/{step_name(1)}", {})
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(InputError, match=ROOM):
+        save(engine, store, f"{CHECKPOINTS}/{step_name(2)}/actor")
+    filler.unlink()
+    found = store.take_up(CHECKPOINTS)
+    assert found and found[0] == 1
+    load_engine(engine, store, f"{CHECKPOINTS}/{step_name(1)}/actor")
+    save(engine, store, f"{CHECKPOINTS}/{step_name(2)}/actor")
+
+
+def test_a_file_that_may_not_grow_is_told_as_a_full_disk(tmp_path: Path) -> None:
+    program = (
+        "import resource, signal, sys\n"
+        "from rl_core.errors import InputError\n"
+        "from rl_core.storage import Store\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    Store(sys.argv[1]).write_bytes('a', bytes(200_000))\n"
+        "except InputError as error:\n"
+        "    sys.exit(error.fix)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ROOM in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_read_only_disk_is_read_and_not_written(small_disk: Path) -> None:
+    store = Store(str(small_disk / "run"))
+    folder = checkpoint(store, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for call in (lambda: checkpoint(store, 2), lambda: store.remove(folder), lambda: store.create_bytes("l", b"")):
+        with pytest.raises(InputError, match="give this user the right"):
+            call()
+    found = store.take_up(CHECKPOINTS)
+    assert found and found[0] == 1 and store.verify(folder) == []
+
+
+DAMAGES = {
+    "truncated": (lambda file: file.write_bytes(file.read_bytes()[:9]), "actor/b: wrong size, 9 bytes instead of 1000"),
+    "flipped": (lambda file: file.write_bytes(b"x" + file.read_bytes()[1:]), "actor/b: wrong checksum"),
+    "missing": (lambda file: file.unlink(), "actor/b: missing"),
+    "manifest alone": (lambda file: [f.unlink() for f in file.parent.iterdir()], "actor/a: missing; actor/b: missing"),
+}
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with open_session(open_run(compose("demo", []), tmp_path, "hurt")) as session:
+        session.console = Console(io.StringIO())
+        yield session
+
+
+def said(session: Session) -> str:
+    """What a person has read."""
+    stream = session.console._stream
+    assert isinstance(stream, io.StringIO)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_person_sees_the_damage_when_a_run_is_taken_up(session: Session, damage: str) -> None:
+    for step in (1, 2):
+        checkpoint(session.store, step)
+    folder = session.store.local_path(f"{CHECKPOINTS}/{step_name(2)}")
+    assert folder
+    DAMAGES[damage][0](folder / "actor/b")
+    found = session.store.take_up(CHECKPOINTS, session.warn)
+    assert found and found[0] == 1 and not folder.exists()
+    words = f"{folder} is damaged and is not used: {DAMAGES[damage][1]}"
+    assert words in said(session) and f"hurt/{CHECKPOINTS}" in words
+    assert session.store.read_json("notes.json")[0]["text"] == words
+
+
+def test_the_report_says_what_happened(session: Session) -> None:
+    session.warn("step 2 is damaged <actor/b>")
+    assert "What happened" in run_page(session.store, {}) and "damaged &lt;actor/b&gt;" in run_page(session.store, {})
+    assert "step 2 is damaged <actor/b>" in described(session.store, {})
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("folder", ["data", "warm_start", "export/step_000004"])
+def test_a_damaged_folder_is_told_and_made_again(session: Session, folder: str, damage: str) -> None:
+    assert session.sound(folder) is None
+    files = [session.store.add_bytes(name.encode() * 1000, folder, f"actor/{name}") for name in "ab"]
+    manifest = session.store.commit_folder(folder, {}, files)
+    assert session.sound(folder) == manifest and said(session) == ""
+    session.drop_workers()  # before a retry
+    place = session.store.local_path(folder)
+    assert place
+    DAMAGES[damage][0](place / "actor/b")
+    assert session.sound(folder) is None and not place.exists()
+    assert f"{place} is damaged and is made again: {DAMAGES[damage][1]}" in said(session)
+
+
+def test_a_copy_of_a_remote_folder_is_made_right(session: Session) -> None:
+    session.store = Store("memory://copies/hurt")
+    session.store.commit_folder("warm_start", {}, [session.store.add_bytes(b"weights", "warm_start", "model")])
+    folder = session.local_copy("warm_start")
+    (folder / "model").write_bytes(b"weird")  # a download that was killed, or an earlier folder of that name
+    session.drop_workers()
+    assert (session.local_copy("warm_start") / "model").read_bytes() == b"weights"
+    session.store.write_bytes("warm_start/model", b"other")
+    (folder / "model").unlink()
+    session.drop_workers()
+    with pytest.raises(TransientError, match="warm_start/model is not as it was committed"):
+        session.local_copy("warm_start")
+    assert not (folder / "model").exists()

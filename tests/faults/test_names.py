@@ -1,0 +1,34 @@
+"""Names from commands, configs, manifests and tags never lead out of the folder that they belong to."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_core.config.compose import compose
+from rl_core.data.sources import load_source
+from rl_core.errors import InputError
+from tasks.runs import find_run, runs_root
+
+OUTSIDE = ["../outside", "..", "/outside", "a/../../outside", "a\0b", ""]
+
+
+@pytest.mark.parametrize("name", OUTSIDE[:-1])
+def test_run_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="a run name of letters"):
+        find_run(compose("demo", []), tmp_path, name)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_names_of_sources(name: str) -> None:
+    with pytest.raises(InputError, match="a source among"):
+        load_source(name)
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/outside"])
+def test_names_of_models_in_the_record_of_retraining(tmp_path: Path, name: str) -> None:
+    from flows.retrain import _record
+
+    store, file = _record(compose("demo", [f"registry.model_name={name}"]).config, tmp_path)
+    with pytest.raises(InputError, match="inside the store"):
+        store.write_json(file, {})
+    assert runs_root(compose("demo", []).config.storage, tmp_path).listdir() == []
