@@ -80,8 +80,10 @@ def test_what_hangs_fails_its_tests_and_leaves_no_process() -> None:
     start = time.monotonic()
     assert share(program, TESTS[0], "hang()", TESTS[1], timeout_s=1) == pytest.approx(1 / 3)
     assert time.monotonic() - start < 5
-    if NAMESPACES:
-        assert not sleepers()
+    deadline = time.monotonic() + 5
+    while NAMESPACES and sleepers() and time.monotonic() < deadline:  # the kernel ends them, in its time
+        time.sleep(0.05)
+    assert not NAMESPACES or not sleepers()
 
 
 def sleepers() -> list[int]:
