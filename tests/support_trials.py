@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import psutil
 import pyarrow.parquet as pq
 from support_faults import FAULTS, GONE_S, Kill, events, kills_left, write_plan
 from support_flows import environment
+from support_training import MOVING
 
 COMMAND = Path(__file__).parent / "faults/command.py"
 RUN = "crash"
@@ -33,7 +33,6 @@ SETTINGS = [
     "gate.reload=false",
 ]
 POOL = ["rollout.mode=one_step_off", "rollout.ranks_per_node=1"]
-MOVING = re.compile(r"^(time|perf)/|^reward/(seconds_mean|seconds_max|wait)$|^rollout/(engines|redispatched)$")
 MOVING_COLUMNS = {"score_seconds", "score_wait"}
 QUICK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "2"}
 """Ray looks more often than by default (5 times, every 3 s) whether a raylet lives."""

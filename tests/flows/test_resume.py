@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 from support_flows import COMMAND, SMALL, Result, environment, rollforward
+from support_training import MOVING
 
 from rl_core.storage import Store
 
 RUN = ["run", "demo", "--run", "small", *SMALL]
-MOVING = re.compile(r"^(time|perf)/|^reward/(seconds_mean|seconds_max|wait)$")
 
 
 def kill_tree(process: subprocess.Popen) -> None:
