@@ -39,7 +39,6 @@ class TrainerConfig(Section):
     max_attempts: int = Field(3, ge=1)
     """Tries of each stage when workers are lost or storage fails."""
 
-
     @property
     def silence_s(self) -> float:
         """Seconds without progress after which the run's own process ends."""
