@@ -41,6 +41,9 @@ MEMORY, SLACK_BYTES = 0.02, 1 << 20
 """Growth of a process's memory that is allowed: a share of it, or what an allocator's pages come to."""
 STEP_TIME, STEP_CPU = 0.15, 0.05
 """Growth of the median step time and of the CPU seconds a step that is allowed: what noise comes to."""
+POOL_THREADS = 2
+"""Threads that a process may have more: Ray's GCS fills its pool late, seen at step 972 of 2,000."""
+COUNTED = ("memory", "threads", "files", "sockets")
 ONE_A_STEP = ("ledger", "rollouts")
 """Folders of a run that get a file a step."""
 
@@ -95,19 +98,21 @@ class Row:
 
 
 def judge(soak: Soak) -> list[Row]:
-    """The quantities in both windows: memory may grow by 2 % (or 1 MiB), a step by 15 % of its time and 5 % of its CPU
-    seconds, nothing else at all."""
+    """The quantities in both windows: memory may grow by 2 % (or 1 MiB), a process by 2 threads, a step by 15 % of its
+    time and 5 % of its CPU seconds, nothing else at all."""
     early, late = (window(soak.samples, soak.steps, part) for part in (EARLY, LATE))
     rows = []
     for pid, usage in late[-1].processes.items():
-        if not all(pid in sample.processes for sample in (*early, *late)):
+        # What opens or closes a file just then is not measured that time, but a process is not left out for that.
+        parts = [[s.processes[pid] for s in part if pid in s.processes] for part in (early, late)]
+        if any(2 * len(found) < len(part) for found, part in zip(parts, (early, late), strict=True)):
             continue
-        of = lambda samples, name, pid=pid: median(getattr(s.processes[pid], name) for s in samples)  # noqa: E731
-        before, after = of(early, "memory"), of(late, "memory")
+        first, last = ({name: median(getattr(one, name) for one in part) for name in COUNTED} for part in parts)
+        before, after = first["memory"], last["memory"]
         allowed = max(MEMORY * before, SLACK_BYTES)
         rows.append(Row(f"{usage.name}: memory", before / 2**20, after / 2**20, "MiB", after - before > allowed))
-        for name in ("threads", "files", "sockets"):
-            rows.append(flat(f"{usage.name}: {name}", of(early, name), of(late, name)))
+        for name, slack in (("threads", POOL_THREADS), ("files", 0), ("sockets", 0)):
+            rows.append(flat(f"{usage.name}: {name}", first[name], last[name], slack))
     rows.append(flat("processes", *(median(len(s.processes) for s in part) for part in (early, late))))
     for name in ("segments", "segment_bytes", "kept_files"):
         rows.append(flat(name.replace("_", " "), *(median(getattr(s, name) for s in part) for part in (early, late))))
@@ -126,9 +131,9 @@ def cpu_of_a_step(samples: Sequence[Sample]) -> float:
     return sum(last.processes[pid].cpu - first.processes[pid].cpu for pid in both) / (last.step - first.step)
 
 
-def flat(name: str, early: float, late: float) -> Row:
-    """A quantity that must not grow."""
-    return Row(name, early, late, "", late > early)
+def flat(name: str, early: float, late: float, slack: float = 0) -> Row:
+    """A quantity that must not grow by more than `slack`."""
+    return Row(name, early, late, "", late > early + slack)
 
 
 def window(samples: Sequence[Sample], steps: int, part: tuple[float, float]) -> list[Sample]:
@@ -177,6 +182,7 @@ def name_of(words: Sequence[str]) -> str:
         (r"/ray/\S*/(\w+\.py)\b", r"ray \1"),
         (r"uvicorn.*prefect", "prefect server"),
         (r"(resource_tracker|forkserver|spawn_main)", r"python \1"),
+        (r"rl_core\.guardian", "guardian"),
         (r"rollforward run", "rollforward"),
     ):
         if found := re.search(pattern, line):

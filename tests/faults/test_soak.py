@@ -78,6 +78,23 @@ def test_a_process_that_came_or_went_is_not_compared() -> None:
     assert not [row for row in judge(replace(soak, samples=[*soak.samples[:-3], *short])) if "short" in row.name]
 
 
+def test_a_process_that_one_sample_lacks_is_compared_all_the_same() -> None:
+    soak = measured(memory=2 * MEMORY)
+    lost = soak.samples[-2]
+    gaps = [*soak.samples[:-2], replace(lost, processes={WORKER: lost.processes[WORKER]}), soak.samples[-1]]
+    assert "rollforward: memory" in grew(replace(soak, samples=gaps))
+
+
+@pytest.mark.parametrize(("more", "found"), [(2, []), (3, ["worker: threads"])])
+def test_a_pool_of_threads_may_fill_late(more: int, found: list[str]) -> None:
+    soak = measured()
+    late = [
+        replace(s, processes={**s.processes, WORKER: replace(s.processes[WORKER], threads=20 + more)})
+        for s in soak.samples[len(soak.samples) // 2 :]
+    ]
+    assert grew(replace(soak, samples=[*soak.samples[: len(soak.samples) // 2], *late])) == found
+
+
 def test_processes_have_names_that_stay() -> None:
     for line, name in (
         ("ray::update_actor", "worker"), ("ray::IDLE", "ray IDLE"),
