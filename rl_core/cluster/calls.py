@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from rl_core.cluster.resources import signals_pass
 from rl_core.cluster.stall import RankProcess, clock, stalled
 from rl_core.errors import RollforwardError, WorkerError, WorkerLost
 from rl_core.watchdog import progress
@@ -52,6 +53,7 @@ class Call:
         self.start, self.since = time.monotonic(), time.time()
         self._told = False
 
+    @signals_pass()
     def get(self) -> Any:
         """The result, joined from the ranks.
 
@@ -138,6 +140,7 @@ class Call:
         raise WorkerError(f"{where} raised {type(cause).__name__}: {cause}\n\n{trace}") from None
 
 
+@signals_pass()
 def first_settled(calls: Sequence[Call]) -> Call:
     """Waits for the first of the calls that is settled; earlier ones in the list come first."""
     refs = list(dict.fromkeys(ref for call in calls for ref in call.refs))

@@ -129,3 +129,15 @@ def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def signals_pass() -> Iterator[None]:
+    """Raises what a handler of signals raises while Ray waits: Ray makes it the cause of a SystemError, unless it is a
+    KeyboardInterrupt."""
+    try:
+        yield
+    except SystemError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None

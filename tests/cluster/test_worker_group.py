@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import os
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -227,6 +229,28 @@ def test_a_call_beyond_the_deadline_names_rank_and_method(group: RayWorkerGroup)
 
 def test_a_slow_call_within_the_deadline_is_waited_for(group: RayWorkerGroup) -> None:
     assert group.nap(0, 1.5) == ["rested", "rested"]
+
+
+@pytest.mark.parametrize("wait", [calls.Call.get, lambda call: calls.first_settled([call])], ids=["get", "first"])
+def test_what_a_signals_handler_raises_ends_the_wait(
+    wait: Callable[[calls.Call], object], group: RayWorkerGroup
+) -> None:
+    class Stop(BaseException):
+        pass
+
+    def stop(number: int, frame: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGTERM, stop)
+    main = threading.main_thread().ident or 0
+    try:
+        call = group.nap.submit(1, 3.0)
+        threading.Timer(0.7, signal.pthread_kill, [main, signal.SIGTERM]).start()
+        with pytest.raises(Stop):
+            wait(call)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert call.get() == ["rested", "rested"]
 
 
 @pytest.mark.parametrize(

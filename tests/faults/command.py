@@ -12,20 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from support_faults import (
-    ENGINE,
-    FAULTS,
-    FLOW,
-    RAYLET,
-    REWARD,
-    UNNOTICED,
-    WORKER,
-    find,
-    kills_left,
-    last_step,
-    note,
-    passing,
-)
+from support_faults import END, FAULTS, FLOW, UNNOTICED, find, kills_left, last_step, note, passing
 
 from flows.commands.base import prepare_home
 
@@ -34,6 +21,8 @@ Step = Callable[..., int]
 
 def point(boundary: str, when: str, step: int, tokens: int = 0) -> None:
     """A point that the flow process passes; it is not left before Ray knows that a raylet has died."""
+    if boundary in END:
+        revive(boundary, when)
     passing(boundary, when, step, tokens)
     if (faults() / UNNOTICED).exists():
         import ray
@@ -107,8 +96,6 @@ def prepare() -> None:
     around(Registry, "register", "registration", "registration", now)
     around(Registry, "promote", "alias move", "alias move", now)
     starts(Roles)
-    for function in ("register", "promote"):
-        victims_live(Registry, function)
 
 
 def begins(owner: Any, name: str) -> None:
@@ -130,30 +117,27 @@ def starts(owner: Any) -> None:
         function(self, *args)
         from ray._private.state import actors
 
-        living = {actor["Name"]: actor["Pid"] for actor in actors().values() if actor["State"] == "ALIVE"}
-        (faults() / "processes.json").write_text(json.dumps({FLOW: os.getpid(), **living}))
+        note_processes({actor["Name"]: actor["Pid"] for actor in actors().values() if actor["State"] == "ALIVE"})
         note(faults(), boundary="start", when="after", step=last_step(), tokens=0)
 
     owner.__init__ = wrapped
 
 
-def victims_live(owner: Any, name: str) -> None:
+def note_processes(actors: dict[str, int]) -> None:
+    (faults() / "processes.json").write_text(json.dumps({FLOW: os.getpid(), **actors}))
+
+
+def revive(boundary: str, when: str) -> None:
     """Where the plan kills a process that has ended by then, it is started again first."""
-    function = getattr(owner, name)
+    from tasks.session import current_session
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        from tasks.session import current_session
-
-        left = kills_left(faults())
-        if left and left[0].victim in (WORKER, ENGINE, RAYLET, REWARD):
-            try:
-                find(faults(), left[0].victim)
-            except LookupError:
-                current_session().drop_workers()
-                _ = current_session().trainer
-        return function(*args, **kwargs)
-
-    setattr(owner, name, wrapped)
+    left = kills_left(faults())
+    if left and (left[0].boundary, left[0].when) == (boundary, when):
+        try:
+            find(faults(), left[0].victim)
+        except LookupError:
+            current_session().drop_workers()
+            _ = current_session().trainer
 
 
 def tokens_of(result: Any) -> int:
@@ -168,7 +152,10 @@ def faults() -> Path:
 
 if __name__ == "__main__":
     prepare_home(verbose=False)
+    note_processes({})  # a process that finds every step done starts no workers
     prepare()
     from flows.cli import main
 
-    sys.exit(main())
+    code = main()
+    note(faults(), boundary="end", when="after", step=last_step(), tokens=0)
+    sys.exit(code)

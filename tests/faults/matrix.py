@@ -44,13 +44,23 @@ def random_plan(number: int, seed: int, steps: int) -> list[Kill]:
     return [Kill(draw.choice([FLOW, WORKER, RAYLET, REWARD]), *draw.choice(points), step) for step in at]
 
 
+def run_all(trials: Sequence[Trial]) -> None:
+    """Runs the trials, two at a time, and tells of each that has ended."""
+
+    def run(trial: Trial) -> None:
+        trial.run()
+        print(f"{trial.home.name}: {len(trial.plan)} kills, {trial.attempts} flow processes, {trial.seconds:.0f} s")
+
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        list(pool.map(run, trials))
+
+
 def run_matrix(root: Path) -> tuple[list[Cell], list[str]]:
     """All cells, and what is not as it should be, in words."""
     before = shared_memory()
     references = {False: Trial(root / "whole", STEPS), True: Trial(root / "whole-pool", STEPS, POOL)}
     victims = [Trial(root / v.partition(" ")[0], STEPS, POOL if v == ENGINE else [], plan(v)) for v in VICTIMS]
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        list(pool.map(Trial.run, [*references.values(), *victims]))
+    run_all([*references.values(), *victims])
     cells, wrong = [], []
     for trial in victims:
         reference = references[bool(trial.settings)]
@@ -85,11 +95,9 @@ def run_random(root: Path, number: int, seed: int) -> list[str]:
     """What is wrong after so many random kills of one run."""
     steps = 2 * number
     reference, trial = Trial(root / "whole", steps), Trial(root / "killed", steps, [], random_plan(number, seed, steps))
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        list(pool.map(Trial.run, [reference, trial]))
+    run_all([reference, trial])
     for cell in trial.cells(reference):
         print(f"step {cell.step:3d}  {cell.victim} {cell.when} {cell.boundary}: {cell.text()}")
-    print(f"{number - len(trial.kills_left())} kills, {trial.attempts} flow processes, {trial.seconds:.0f} s")
     return problems(trial, reference) + [f"never killed: {kill}" for kill in trial.kills_left()]
 
 

@@ -129,7 +129,12 @@ def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None
     ended(tmp_path, family)
     command = shlex.split(told[2])
     assert command[:3] == ["rollforward", "run", "demo"] and command[-2:] == ["--run", "small"]
-    kill_tree(start(tmp_path, f"step {int(told[1]) + 1}/6", command[1:]))
+    # Without a grace period the step is abandoned, wherever it is.
+    process = start(tmp_path, f"step {int(told[1]) + 1}/6", [*command[1:], "trainer.grace_s=0"])
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "the step that is under way ends" not in output, output
+    assert f"stopped at step {told[1]} of 6" in output or f"stopped at step {int(told[1]) + 1} of 6" in output
 
 
 def test_a_second_ctrl_c_abandons_the_step_and_commits_the_one_before(tmp_path: Path) -> None:

@@ -139,9 +139,11 @@ def test_logits_of_all_tokens_never_exist(compiled: bool) -> None:
 def test_memory_does_not_grow_over_steps(model: Path, gpu: Place) -> None:
     engine = engine_of(model, gpu, dtype="bfloat16")
     rows = off_policy(engine, rows_of(LENGTHS))
-    held = []
+    allocated, reserved = [], []
     for _ in range(20):
         update_alone(engine, rows)
         engine.compute(rows, 1.0)
-        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert len(set(held[3:])) == 1
+        allocated.append(torch.cuda.memory_allocated())
+        reserved.append(torch.cuda.memory_reserved())
+    for held in (allocated, reserved):  # it may shrink
+        assert max(held[10:]) <= max(held[3:10])
