@@ -42,6 +42,8 @@ class Attempt:
     home: Path
     flow_run: str
     file: Path
+    number: int
+    """1 for the first attempt."""
 
     def once(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the first attempt decided, as JSON; what storage and MLflow cannot say now is asked for again."""
@@ -77,7 +79,7 @@ def begin_attempt(max_attempts: int) -> Attempt:
     if kept:
         end([Process(**kept["process"])])
     _write(file, {**kept, "process": asdict(Process.of(os.getpid()))})
-    return Attempt(home, name, file)
+    return Attempt(home, name, file, number)
 
 
 def other_training() -> str | None:

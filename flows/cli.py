@@ -3,8 +3,10 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
+import tasks  # noqa: F401  found before the working directory, which comes to be searched too, has one of the name
 from flows.commands import doctor, models, person, runs, serve, services
 from flows.commands.runs import Terminated
 from rl_core.console import Console
@@ -40,6 +42,9 @@ def _done(options: argparse.Namespace, console: Console) -> int:
         return 143 if isinstance(interrupt, Terminated) else 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:
+        traceback.print_exc()
         return 1
 
 

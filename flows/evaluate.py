@@ -16,7 +16,7 @@ from tasks.tracking import default_tracking_uri
 def evaluate(
     recipe: Annotated[str, Field(min_length=1)],
     overrides: list[str] | None = None,
-    version: str = CHAMPION,
+    version: int | str = CHAMPION,
     max_attempts: Annotated[int, Field(ge=1)] = 5,
 ) -> dict[str, Any]:
     """Scores of a version or alias of the recipe's model on the recipe's held-out rows.
@@ -28,7 +28,7 @@ def evaluate(
     attempt = begin_attempt(max_attempts)
     config = compose(recipe, overrides or []).config
     registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
-    number = attempt.once(lambda: {"version": registry.get(version).version})["version"]
+    number = attempt.once(lambda: {"version": registry.get(str(version)).version})["version"]
     folder = registry.local_folder(number, attempt.home / "cache")
     settings = [*(overrides or []), f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
     # Ray and torch are imported here, when their environment is set.

@@ -1,5 +1,7 @@
 """What is looked at before anything starts, so that a person's mistake costs seconds."""
 
+import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from tasks.runs import runs_root
 from tasks.stalls import own_frames
 from tasks.tracking import check_tracking, default_tracking_uri
 
+CONNECT_S = 5.0
+
 
 def check_home(home: Path) -> None:
     """InputError when the home folder cannot be written."""
@@ -34,6 +38,19 @@ def check_home(home: Path) -> None:
         raise InputError(
             "a home folder that can be written", error.seen, f"ROLLFORWARD_HOME={home}", "set ROLLFORWARD_HOME=FOLDER"
         ) from error
+
+
+def check_cluster() -> None:
+    """InputError when nothing answers at RAY_ADDRESS; Ray would end this process after a minute, without an error."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return  # Ray's own words for where it looks
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        fix = "start it (`ray start --head --port 6379`) or correct the address; unset, a run starts a Ray of its own"
+        raise InputError("a Ray cluster that answers", str(error), f"RAY_ADDRESS={address}", fix) from error
 
 
 def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:
@@ -74,12 +91,14 @@ def watched(config: RunConfig) -> Watchdog:
 
 def preflight(composed: Composed, home: Path, going_on: bool = False) -> None:
     """InputError for the first thing that the run could not work with: home, storage, MLflow, tools, environment,
-    model, source, device. With `going_on` there is a run that an MLflow server which is down shall not stop."""
+    model, source, device. With `going_on` there is a run, which an MLflow or Ray that is down shall not stop."""
     config = composed.config
     check_home(home)
     if config.storage.root:
         runs_root(config.storage, home).check_writable()
     check_tracking(config.tracking.uri or default_tracking_uri(home), going_on)
+    if not going_on:
+        check_cluster()
     schemas = check_agent(config.agent)
     if config.model.path != "tiny":
         folder = check_model_folder(config.model.path)

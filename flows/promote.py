@@ -9,7 +9,7 @@ from tasks.tracking import check_tracking, default_tracking_uri
 
 @flow(name="promote", flow_run_name="{version}", persist_result=False)
 def promote(
-    version: str, model: str | None = None, approve: bool = False, force: bool = False
+    version: int | str, model: str | None = None, approve: bool = False, force: bool = False
 ) -> dict[str, str | None]:
     """Makes a version or alias the champion.
 
@@ -18,7 +18,7 @@ def promote(
         approve: the word that a version waits for whose gate asks for a person's. force: overrule a gate that refused.
     """
     registry = open_registry(model)
-    old, new = registry.promote_by_hand(version, approve, force)
+    old, new = registry.promote_by_hand(str(version), approve, force)
     return {"model": registry.name, "before": old, "champion": new}
 
 

@@ -53,7 +53,10 @@ def run_stages(
         preflight(composed, attempt.home, going_on=True)
     name = run_name or attempt.run_name(recipe)
     try:
-        result: dict[str, Any] = post_train.fn(recipe, settings, name, verbose=True, stop_at=stop_at)
+        # What the first attempt has made of its files stays, though others have come since.
+        result: dict[str, Any] = post_train.fn(
+            recipe, settings, name, verbose=True, stop_at=stop_at, keep_data=attempt.number > 1
+        )
     except TerminationSignal:
         # While steps are made Prefect's own answer to a cancellation is replaced, and it takes SIGTERM for a crash,
         # after which the automations start the flow run again.

@@ -128,7 +128,10 @@ class Console:
             self._also(_COLOUR.sub("", text))
         encoding = self._stream.encoding or "utf-8"
         # A terminal or log that is not UTF-8 shows `?` for a sign it lacks instead of ending the run.
-        print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+        try:
+            print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+        except BrokenPipeError:  # whoever read has gone, and the run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def _number(value: float | None, form: str, width: int) -> str:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,7 +81,8 @@ class PPOTrainer:
         while not last:
             step = self.step + 1
             phase = Phases(partial(self.on_phase, step))
-            with self.commits.kept():
+            # A step whose checkpoint has to hold rollouts that were made ahead is made again with them instead.
+            with nullcontext() if config.max_staleness else self.commits.kept():
                 batch, metrics = self.sampler.batch(step, phase)
             with phase("log_prob"):
                 order = torch.tensor(steps.balanced_order(batch, config))
@@ -120,8 +122,8 @@ class PPOTrainer:
             # The record comes before the manifest: it counts once a manifest covers its step.
             record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
             self.ledger.write(step, record)
-            self.on_step(record)
             self.step = step
+            self.on_step(record)
         self.commits.finish(self.upcoming.saved(self.step + 1))
 
     def _meta(self, step: int) -> Json:

@@ -66,8 +66,13 @@ def promote(version: str, step: int) -> bool:
         session.console.note("not promoted: gate.mode is off")
         return False
     if registry.aliases().get(CHAMPION) == version:
+        registry.promote(version)  # an earlier attempt may have ended before it wrote the move down
         session.console.note(f"version {version} is the champion already")
         return True
+    if any(version in (move.version, move.before) for move in registry.moves()):
+        # What was decided then stands, and so does a rollback since.
+        session.console.note(f"version {version} was the champion before: rollforward promote {version}")
+        return False
     champion = champion_result(session, version)
     decision = decide(
         session.store.read_json(result_file(step)),

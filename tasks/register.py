@@ -42,7 +42,8 @@ def register(step: int, data_hash: str, before: dict[str, float], after: dict[st
         metrics |= {"score_low": interval[0], "score_high": interval[1]}
     folder = session.local_copy(export_folder(step))
     version = session.registry.register(folder, session.tracker.run_id, weights_hash(manifest), tags, metrics)
-    session.registry.set_alias(CANDIDATE, version)
+    if int(version) > int(session.registry.aliases().get(CANDIDATE, 0)):  # a run that is shown again moves nothing
+        session.registry.set_alias(CANDIDATE, version)
     words, made_by = f"{session.registry.name} version {version}", session.registry.get(version).run
     if made_by != session.run.name:
         session.registry.set_tags(version, {ALSO + session.run.name: str(step)})

@@ -15,6 +15,7 @@ from rl_core.config.compose import Composed, Scalar, config_hash, diff, from_dic
 from rl_core.config.schema import RunConfig, StorageConfig
 from rl_core.console import Console
 from rl_core.errors import InputError
+from rl_core.files import MANIFEST
 from rl_core.lease import Lease
 from rl_core.storage import Store
 
@@ -83,7 +84,7 @@ def find_run(
         raise InputError(
             "a run to resume", f"no run {wanted}", root.url, f"leave --resume out, or name one of: {_names(root)}"
         )
-    if exists:
+    if _begun(store):
         _check_same_config(store, composed, wanted)
     return wanted, store
 
@@ -100,7 +101,7 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
             store.check_writable()
         lease = Lease(store, wanted, Console().note)
         failing.callback(lease.end)
-        is_new = not store.exists(RUN_FILE)
+        is_new = not _begun(store)
         if not is_new:
             _check_same_config(store, composed, wanted)  # the holder before may have begun the run
         moved = {} if is_new else layout_diff(_first_config(store), composed.config)
@@ -109,6 +110,11 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
             run.store.write_json(RUN_FILE, _facts(run))
         failing.pop_all()
     return run
+
+
+def _begun(store: Store) -> bool:
+    """Whether the run has more than a config, which may be corrected as long as it has no rows."""
+    return store.exists(RUN_FILE) and (store.exists(f"data/{MANIFEST}") or committed_step(store) > 0)
 
 
 def _facts(run: Run) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Stages are Prefect tasks with JSON-sized inputs; they find the session of the flow that called them here.
 """
 
+import logging
 import shutil
 import signal
 import sys
@@ -42,11 +43,13 @@ from tasks.orphans import MLFLOW_STATES, STORE_TAG, end_orphans, place_of
 from tasks.outage import Pace
 from tasks.prefect_pages import PrefectPages
 from tasks.registry import Registry
-from tasks.runs import NOTES, Run, committed_step
+from tasks.runs import NOTES, RUN_FILE, Run, committed_step
 from tasks.stalls import keep_stall, own_frames
-from tasks.stopping import Stopping
+from tasks.stopping import Stopping, signals_ignored
 from tasks.traces import Traces
 from tasks.tracking import Records, Tracker, default_tracking_uri, local_tracking_uri
+
+logger = logging.getLogger(__name__)
 
 _current: ContextVar["Session"] = ContextVar("session")
 
@@ -92,9 +95,9 @@ class Session:
         """The run's MLflow run, which is opened, with its config, when MLflow can be reached."""
         is_file = self.tracking_uri == local_tracking_uri(self.run.home)
         local = self.run.home / "mlartifacts" if is_file else None
-        digest = config_hash(self.config)
-        experiment = self.config.tracking.experiment
-        return Tracker(self.tracking_uri, experiment, self.run.name, digest, local, self._describe)
+        experiment, began = self.config.tracking.experiment, self.store.read_json(RUN_FILE)["created"]
+        # Not by name alone: another home folder, or the same one once a run was deleted, may have a run of that name.
+        return Tracker(self.tracking_uri, experiment, self.run.name, f"{began:.6f}", local, self._describe)
 
     def _describe(self, tracker: Tracker) -> None:
         tracker.log_config(flatten(self.config), to_yaml(self.config), config_hash(self.config))
@@ -197,9 +200,15 @@ class Session:
     def roles(self) -> Roles:
         """The worker groups, started with Ray."""
         self._resources.enter_context(ray_session(self.run.home, self.config.places, self.verbose))
+        self.run.lease.check()  # a run that another process has taken over has its workers there
         roles = Roles(self.config, self.run.url)
-        self._resources.callback(roles.close)
+        self._resources.callback(self._end_workers, roles)
         return roles
+
+    def _end_workers(self, roles: Roles) -> None:
+        with suppress(RollforwardError):  # if the lease is lost or storage is away, Ray ends this process's workers
+            self.run.lease.check()
+            roles.close()
 
     @property
     def trainer(self) -> PPOTrainer:
@@ -339,15 +348,24 @@ def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> It
                 error.add_note(way)
             raise
         finally:
-            session.drop_workers(session.stopping.left_s)
-            session.status.close(state, why if state == "failed" else "")
-            if "tracker" in session.__dict__ and not run.lease.lost:
-                with suppress(RollforwardError):  # storage may be what ended the run
-                    session.flush_now(session.committed_step())
-                session.tracker.end(MLFLOW_STATES[state])
-            run.close()
+            with signals_ignored():
+                close_session(session, state, why)
             _current.reset(token)
             sys.stdout.flush()
+
+
+def close_session(session: Session, state: State, why: str) -> None:
+    """Ends workers and says everywhere how the run ended; no error of it hides how that was."""
+    try:
+        session.drop_workers(session.stopping.left_s)
+    except Exception as error:
+        logger.warning("workers were not ended, and end with this process: %s", error)
+    session.status.close(state, why if state == "failed" else "")
+    if "tracker" in session.__dict__ and not session.run.lease.lost:
+        with suppress(RollforwardError):  # storage may be what ended the run
+            session.flush_now(session.committed_step())
+        session.tracker.end(MLFLOW_STATES[state])
+    session.run.close()
 
 
 def to_replay(session: Session) -> str:

@@ -12,6 +12,18 @@ from rl_core.console import duration
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """In the block, which has to end soon by itself, signals do nothing."""
+    in_main = threading.current_thread() is threading.main_thread()
+    found = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS if in_main}
+    try:
+        yield
+    finally:
+        for number, before in found.items():
+            signal.signal(number, before)
+
+
 class Stopping:
     """Puts signals off until a step is made.
 

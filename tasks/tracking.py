@@ -273,13 +273,13 @@ class Tracker:
             if run.data.tags.get(_ATTEMPT_TAG) == first.data.tags.get(_ATTEMPT_TAG, ""):
                 self._client.delete_run(run.info.run_id)
         run_id = str(first.info.run_id)
-        self._client.set_tag(run_id, KEY_TAG, self.run_key)
         self._client.update_run(run_id, status="RUNNING")
         return run_id
 
     def _found(self) -> list[Any]:
-        """MLflow's runs of this name, oldest first."""
-        found = self._client.search_runs([self._experiment_id()], f"tags.`{RUN_TAG}` = '{self.run_name}'")
+        """MLflow's runs of this run, oldest first: one, unless a repeated request made more."""
+        own = f"tags.`{RUN_TAG}` = '{self.run_name}' and tags.`{KEY_TAG}` = '{self.run_key}'"
+        found = self._client.search_runs([self._experiment_id()], own)
         return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
 
     def _experiment_id(self) -> str:

@@ -36,7 +36,7 @@ POOL = ["rollout.mode=one_step_off", "rollout.ranks_per_node=1"]
 MOVING_COLUMNS = {"score_seconds", "score_wait"}
 QUICK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "2"}
 """Ray looks more often than by default (5 times, every 3 s) whether a raylet lives."""
-ATTEMPT_S = 600
+ATTEMPT_S = 1800
 SHARED_MEMORY = Path("/dev/shm")
 
 

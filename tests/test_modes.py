@@ -17,7 +17,7 @@ from rl_core.cluster.rollout_pool import RolloutPool
 from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.loader import StatefulLoader
-from rl_core.errors import TransientError
+from rl_core.errors import TrainingError, TransientError
 from rl_core.storage import Store, step_name
 
 STEPS, BATCH, ROWS = 4, 4, 32
@@ -96,16 +96,17 @@ def test_one_step_off_is_one_step_behind_and_a_crash_changes_nothing(bench: Benc
     assert [metrics["rollout/staleness/max"] for metrics in records(store)] == [0, 1, 1, 1]
     assert trained(store) == in_order(config)
 
-    trainer, _ = bench.start("off-crashed", (3, TransientError("a worker was lost")), config)
-    with pytest.raises(TransientError, match="a worker was lost"):
+    for error in (TransientError("a worker was lost"), TrainingError("no group is left")):
+        name = f"off-{type(error).__name__}"
+        trainer, _ = bench.start(name, (3, error), config)
+        with pytest.raises(type(error), match=str(error)):
+            trainer.fit(STEPS)
+        bench.roles.finish_checkpoint()  # real workers are gone by now; these must not write any more
+        trainer, _ = bench.start(name, config=config)
+        assert trainer.step == 1
         trainer.fit(STEPS)
-    bench.roles.finish_checkpoint()  # real workers are gone by now; these must not write any more
-    trainer, _ = bench.start("off-crashed", config=config)
-    assert trainer.step == 1
-    trainer.fit(STEPS)
-    crashed = bench.store("off-crashed")
-    assert records(crashed) == records(store)
-    assert shards(crashed, STEPS) == shards(store, STEPS)
+        assert records(bench.store(name)) == records(store)
+        assert shards(bench.store(name), STEPS) == shards(store, STEPS)
 
 
 def test_async_rollouts_are_never_too_old_and_every_row_is_trained_once(bench: Bench) -> None:

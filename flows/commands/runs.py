@@ -6,13 +6,14 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
 
 from flows.commands.base import Commands, add_command, add_settings, prepare_home
 from rl_core.config.compose import compose
 from rl_core.config.render import render
 from rl_core.console import Console, duration
 from rl_core.environment import home_folder, prepare_libraries
-from rl_core.errors import InputError
+from rl_core.errors import InputError, RollforwardError
 from rl_core.guardian import start_guardian
 
 
@@ -73,6 +74,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         name, store = find_run(composed, home, options.run, options.resume, options.new)
         preflight(composed, home, going_on=store.exists(RUN_FILE))
     start_guardian()  # before Prefect starts a server
+    from prefect.exceptions import TerminationSignal
+
     from flows.post_train import run_here
 
     signal.signal(signal.SIGTERM, _terminate)
@@ -86,8 +89,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
             options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose,
             options.keep_data,
         )  # fmt: skip
-    except KeyboardInterrupt:
-        console.note(f"stopped at step {committed_step(store)} of {composed.config.trainer.steps}")
+    except (KeyboardInterrupt, TerminationSignal) as signalled:
+        with suppress(RollforwardError):  # storage may be out of reach
+            console.note(f"stopped at step {committed_step(store)} of {composed.config.trainer.steps}")
+        if isinstance(signalled, TerminationSignal):  # Prefect's, whose server was gone
+            raise Terminated from None
         raise
     console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
     return 0

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from rl_core.config.schema import RunConfig, TrainerConfig
-from rl_core.errors import InputError
+from rl_core.errors import InputError, TransientError
 
 # Unix sockets below Ray's folder must stay under 107 characters; Ray adds about 65.
 LONGEST_RAY_FOLDER = 40
@@ -117,18 +117,28 @@ def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
         options = {"num_cpus": max(os.cpu_count() or 1, world_size), "include_dashboard": False}
         if len(str(folder)) <= LONGEST_RAY_FOLDER:
             options["_temp_dir"] = str(folder)
-    on_terminate = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address=address or "local",
-        log_to_driver=verbose,
-        logging_level=logging.INFO if verbose else logging.ERROR,
-        **options,
-    )
-    signal.signal(signal.SIGTERM, on_terminate)  # Ray puts its own in place, which hides how the process ended
+    options |= {"log_to_driver": verbose, "logging_level": logging.INFO if verbose else logging.ERROR}
     try:
+        _start(address or "local", options)
         yield
     finally:
         ray.shutdown()
+
+
+def _start(address: str, options: dict[str, Any]) -> None:
+    """Starts or joins. A SIGTERM meanwhile does what it did before: Ray's own handler hides how the process ended."""
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    terminated = False
+    try:
+        ray.init(address=address, **options)
+    except SystemExit:
+        terminated = True
+    except (ConnectionError, RuntimeError) as error:
+        raise TransientError(f"Ray does not start: {error}") from error
+    finally:
+        signal.signal(signal.SIGTERM, on_terminate)
+    if terminated:
+        signal.raise_signal(signal.SIGTERM)
 
 
 @contextlib.contextmanager

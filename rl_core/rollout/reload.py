@@ -6,12 +6,15 @@ folder in vLLM and compares.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from rl_core.errors import TransientError
 
 MARK = "reload: "
 """Begins the line of the answer; libraries print others."""
@@ -58,6 +61,8 @@ def reload_test(question: Question, env: Mapping[str, str], timeout_s: float) ->
         )
     except subprocess.TimeoutExpired:
         return {"problem": f"no answer within {timeout_s:g} s"}
+    if done.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # by the kernel, say, for want of memory
+        raise TransientError(f"the process that loads the version was killed (exit code {done.returncode})")
     answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not answers:
         return {"problem": f"exit code {done.returncode}: {' '.join(done.stdout.split())[-LAST_WORDS:]}"}

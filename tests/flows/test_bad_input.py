@@ -8,6 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from support_flows import rollforward
 
+from rl_core.errors import InputError
+
 ROW = {"data_source": "exact", "prompt": [{"role": "user", "content": "2 1"}], "reward_model": {"ground_truth": "1 2"}}
 SHORT = ["data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=2"]
 
@@ -48,6 +50,26 @@ def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str)
     runs = set(home.glob("runs/*"))
     assert words in refused(home, "run", *arguments)
     assert set(home.glob("runs/*")) == runs
+
+
+def test_a_ray_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows.preflight import check_cluster
+
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(InputError, match="RAY_ADDRESS=127.0.0.1:9"):
+        check_cluster()
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    check_cluster()
+
+
+def test_a_model_name_that_mlflow_would_refuse_after_the_training(home: Path) -> None:
+    assert "must be a name without /" in refused(home, "run", "demo", "registry.model_name=Qwen/Qwen3-rl")
+
+
+def test_files_of_the_working_directory_do_not_take_the_place_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text("raise SystemError('not this one')")
+    done = rollforward(tmp_path / "home", "run", "demo", "--resume", folder=tmp_path)
+    assert done.code == 2 and "a run to resume" in done.output, done.output
 
 
 def test_a_home_folder_that_cannot_be_written(tmp_path: Path) -> None:

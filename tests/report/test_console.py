@@ -1,5 +1,6 @@
 import io
 import math
+import os
 
 import pytest
 
@@ -81,3 +82,12 @@ def test_every_line_is_flushed_and_no_encoding_ends_the_run() -> None:
 def test_default_stream_is_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     Console().stage("train")
     assert capsys.readouterr().out == "▸ train\n"
+
+
+def test_a_reader_that_has_gone_does_not_end_the_run() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream:
+        console = Console(stream)
+        console.note("nobody reads this")
+        console.note("nor this")

@@ -1,13 +1,17 @@
 """A process of its own says how far a folder is from what was trained."""
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from rl_core.cluster.resources import WORKER_ENV
+from rl_core.errors import TransientError
 from rl_core.rollout.reload import Question, reload_test
 
 ENV = {**WORKER_ENV, "OMP_NUM_THREADS": "1"}
@@ -46,3 +50,19 @@ def test_a_folder_that_cannot_be_loaded_is_a_problem_in_words(question: Question
     (tmp_path / "config.json").write_text("{}")
     assert "exit code 1" in reload_test(replace(question, folder=str(tmp_path)), ENV, 300)["problem"]
     assert reload_test(question, ENV, 0.01) == {"problem": "no answer within 0.01 s"}
+
+
+def test_a_process_that_is_killed_says_nothing_about_the_folder(question: Question) -> None:
+    def kill() -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            for process in psutil.Process().children():
+                if "rl_core.rollout.reload" in process.cmdline():
+                    return process.kill()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(TransientError, match="was killed"):
+        reload_test(question, ENV, 300)
+    thread.join()

@@ -73,6 +73,19 @@ def aliases(home: Path) -> dict[str, str]:
     return Registry(f"sqlite:///{home}/mlflow.db", "rollforward-demo").aliases()
 
 
+def test_a_run_that_is_shown_again_undoes_nothing(sqlite_uri: str, tmp_path: Path) -> None:
+    assert run(tmp_path, "first", BAD) and run(tmp_path, "better", GOOD)
+    registry = Registry(f"sqlite:///{tmp_path}/mlflow.db", "rollforward-demo")
+    for name, version in (("first", "1"), ("better", "2")):
+        with session_of(tmp_path, name) as session:
+            assert promoted(session, version) == (name == "better")
+    assert aliases(tmp_path)["champion"] == "2" and tags(tmp_path, "1")["rollforward.gate"] == "promoted"
+    registry.rollback()
+    with session_of(tmp_path, "better") as session:
+        assert not promoted(session, "2")
+    assert aliases(tmp_path)["champion"] == "1" and len(registry.moves()) == 3
+
+
 def test_versions_become_champion_one_after_the_other(sqlite_uri: str, tmp_path: Path) -> None:
     assert run(tmp_path, "first", BAD) and aliases(tmp_path) == {"champion": "1"}
     assert not run(tmp_path, "same", BAD, "trainer.save_every=2")

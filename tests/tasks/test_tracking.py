@@ -70,6 +70,9 @@ def test_flushing_twice_or_after_a_crash_never_doubles_a_point(sqlite_uri: str, 
     assert history(second, STEP_METRIC) == [(1, 1), (2, 2), (3, 3), (4, 4)]
     run = mlflow_client(sqlite_uri).get_run(second.run_id)
     assert run.data.tags["rollforward.run"] == "my-run" and run.data.tags["rollforward.key"] == "key1"
+    # A run of another folder, or one that was begun anew, may have the name too.
+    other = Tracker(sqlite_uri, "exp", "my-run", "key2", tmp_path)
+    assert other.flush(of(records)) == 3 and other.run_id != first.run_id
 
 
 def test_more_metrics_than_one_call_takes(sqlite_uri: str, tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""Ray starts in the run's process, also when that is told to stop meanwhile."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support_flows import environment
+
+START = """
+import os, signal, sys, threading
+from pathlib import Path
+from rl_core.environment import prepare_environment
+home = Path(sys.argv[1])
+prepare_environment(home)
+from rl_core.cluster.resources import ray_session
+from rl_core.guardian import start_guardian
+
+class Stop(BaseException):
+    pass
+
+def stop(number, frame):
+    raise Stop
+
+start_guardian()
+signal.signal(signal.SIGTERM, stop)
+threading.Timer(float(sys.argv[2]), os.kill, [os.getpid(), signal.SIGTERM]).start()
+try:
+    with ray_session(home, 1, False):
+        threading.Event().wait(20)
+except Stop:
+    print("stopped as told", flush=True)
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.3, 1.5])
+def test_a_signal_while_ray_starts_is_the_runs_own(tmp_path: Path, after_s: float) -> None:
+    command = [sys.executable, "-c", START, str(tmp_path), str(after_s)]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "stopped as told"), done.stderr
+    end = time.monotonic() + 20
+    while left := [process for process in psutil.process_iter(["cmdline"]) if _of(process, tmp_path)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.2)
+
+
+def _of(process: psutil.Process, home: Path) -> bool:
+    return str(home) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
