@@ -369,7 +369,7 @@ class RunConfig(Section):
             *self._learning_checks(),
             *self._data_checks(),
             (
-                re.fullmatch(r"(?!\.{1,2}$)[^/:'\"]*\S[^/:'\"]*", self.registry.model_name),
+                re.fullmatch(r"(?!\.{1,2}$)(?=.*\S)[^/:'\"]+", self.registry.model_name),
                 f"registry.model_name={self.registry.model_name!r} must be a name without / : ' and \"",
             ),
             *gate_checks(self.evaluation, self.gate, self.needs_reference),
