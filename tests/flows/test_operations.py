@@ -227,7 +227,7 @@ def test_a_version_that_the_gate_refused_is_promoted_by_force_and_rolled_back(
     place: Place, first: dict[str, Any]
 ) -> None:
     assert place.aliases() == {"champion": "1", "candidate": "2"}
-    refused, run = place.deployment_run("promote/promote", {"version": "2"})
+    refused, run = place.deployment_run("promote/promote", {"version": 2})
     assert run["state_type"] == "FAILED" and "gate" in run["state"]["message"], refused.output
     promoted, run = place.deployment_run("promote/promote", {"version": "2", "force": True})
     assert run["state_type"] == "COMPLETED", promoted.output
