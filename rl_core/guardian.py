@@ -1,12 +1,15 @@
 """A process that outlives its run for a moment: however the run ended, what it has started ends too.
 
 Everything that a process starts inherits its environment, so what belongs to a run is found by a token in there,
-whoever is its parent by then. The guardian learns of the end from the kernel: its standard input ends.
+whoever is its parent by then, and its temporary folders by the same token in their names. The guardian learns of the
+end from the kernel: its standard input ends.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from contextlib import suppress
@@ -35,6 +38,11 @@ def start_guardian() -> None:
         start_new_session=True,  # Ctrl-C is not for it
         env={**os.environ, TOKEN: f"guardian of {token}"},
     )
+
+
+def staging() -> "tempfile.TemporaryDirectory[str]":
+    """A temporary folder that goes with the run, also when the process that made it is killed."""
+    return tempfile.TemporaryDirectory(prefix=_prefix(os.environ.get(TOKEN, "")))
 
 
 def family(token: str) -> list[psutil.Process]:
@@ -70,6 +78,16 @@ def remove_semaphores() -> None:
                 path.unlink()
 
 
+def remove_staging(token: str) -> None:
+    """Removes the temporary folders that a run with this token has left."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_prefix(token)}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _prefix(token: str) -> str:
+    return f"rollforward-{token}-"
+
+
 def _gone(token: str) -> bool:
     end = time.monotonic() + WAIT_S
     while family(token):
@@ -81,5 +99,7 @@ def _gone(token: str) -> bool:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    end_family(os.environ[TOKEN].rpartition(" ")[2])
+    ended = os.environ[TOKEN].rpartition(" ")[2]
+    end_family(ended)
+    remove_staging(ended)
     remove_semaphores()

@@ -14,8 +14,10 @@ from rl_core.guardian import TOKEN, remove_semaphores
 # Starts a child that ignores being asked to end, in a session of its own, whose parent has gone.
 SCRIPT = """
 import subprocess, sys, time
-from rl_core.guardian import start_guardian
+from rl_core.guardian import staging, start_guardian
 start_guardian()
+place = staging()
+print(place.name, flush=True)
 stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and os._exit(0); "
 stubborn += "time.sleep(60)"
 subprocess.run([sys.executable, "-c", stubborn], start_new_session=True)
@@ -43,14 +45,16 @@ def test_orphans_end_when_their_run_has_ended_or_is_killed(seconds: float) -> No
     root = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", SCRIPT.format(seconds=seconds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root})
-    assert process.stdout and process.stdout.readline() == b"ready\n"
+    assert process.stdout
+    folder = Path(process.stdout.readline().decode().strip())
+    assert folder.is_dir() and process.stdout.readline() == b"ready\n"
     family = started(process)
     assert len(family) == 2 and family[1].ppid() != process.pid
     if seconds > 1:
         process.send_signal(signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(family, timeout=15)
-    assert alive == []
+    assert alive == [] and not folder.exists()
 
 
 def test_semaphores_of_processes_that_are_gone_are_removed() -> None:

@@ -1,7 +1,6 @@
 """From sources to the committed files that a run trains and is evaluated on."""
 
 import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from rl_core.data.files import file_identity
 from rl_core.data.page import render_data_report
 from rl_core.data.report import DataReport, counted
 from rl_core.data.store import RowWriter, data_hash
+from rl_core.guardian import staging
 from rl_core.storage import Store
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _prepare(
     # Marked before they are read: what changes meanwhile is then a change.
     files = file_identity(config.data.paths) if config.data.paths else {}
     writers = {split: RowWriter(store, split) for split in ("train", "val")}
-    with tempfile.TemporaryDirectory() as folder:
+    with staging() as folder:
         with Path(folder, "dropped.jsonl").open("w", encoding="utf-8") as listed:
 
             def on_drop(dropped: Dropped) -> None:

@@ -7,7 +7,6 @@ a file one type, and so keys and types that they were not written with.
 import fnmatch
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 from rl_core.data.rows import Row, canonical
 from rl_core.errors import InputError
 from rl_core.filesystem import storage_errors
+from rl_core.guardian import staging
 from rl_core.storage import Json, Store
 
 PART_ROWS = 1 << 16
@@ -60,7 +60,7 @@ class RowWriter:
         self._digest = hashlib.sha256()
         self._group: list[dict[str, Any]] = []
         self._rows = 0
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = staging()
         self._file = Path(self._folder.name, "part.parquet")
         self._part: pq.ParquetWriter | None = None
 

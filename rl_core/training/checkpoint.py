@@ -8,7 +8,6 @@ import copy
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from rl_core.errors import TransientError
 from rl_core.filesystem import storage_errors
+from rl_core.guardian import staging
 from rl_core.models.lora import save_adapters
 from rl_core.storage import MANIFEST, Json, Store, file_entry
 from rl_core.training.engine import DTYPES, TrainEngine
@@ -81,10 +81,10 @@ def _write_shards(
         rank = dist.get_rank(group)
         files = [*local.glob(f"__{rank}_*"), *([local / METADATA] if rank == 0 else [])]
         return [file_entry(file, f"{name}/{file.name}") for file in files]
-    with tempfile.TemporaryDirectory() as staging:
-        with _real_cause(staging, writing=True):
-            dcp.save(state, checkpoint_id=staging, process_group=group)
-        return store.upload(Path(staging), above, name)
+    with staging() as place:
+        with _real_cause(place, writing=True):
+            dcp.save(state, checkpoint_id=place, process_group=group)
+        return store.upload(Path(place), above, name)
 
 
 def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
@@ -96,7 +96,7 @@ def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
     with ExitStack() as stack:
         local = store.local_path(folder)
         if local is None:
-            local = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            local = Path(stack.enter_context(staging()))
             store.download(folder, local)
         with _real_cause(str(local)):
             dcp.load(state, storage_reader=TensorReader(local))
@@ -140,14 +140,14 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
     if dist.get_rank() == 0:
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
             weights.pop("lm_head.weight", None)
-        with tempfile.TemporaryDirectory() as staging:
-            target = Path(staging)
+        with staging() as place:
+            target = Path(place)
             _save_pretrained(model, weights, DTYPES[dtype], target)
             for file in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
-                place = target / file.relative_to(source)
-                if file.is_file() and not place.exists() and not _is_weights(file.name):
-                    place.parent.mkdir(exist_ok=True)
-                    shutil.copyfile(file, place)
+                kept = target / file.relative_to(source)
+                if file.is_file() and not kept.exists() and not _is_weights(file.name):
+                    kept.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, kept)
             if adapters:
                 save_adapters(model, adapters, source, target / "adapter")
             store.remove(folder)

@@ -37,8 +37,8 @@ def _split(path: str, name: str, split: str, count: int | None) -> Iterator[Foun
             f"{path} within reach, as data.path is unset",
             f"{type(error).__name__}: {error}",
             "data.source=gsm8k",
-            f"give a local folder that holds {name}.jsonl or {name}.parquet: data.path=FOLDER; or let it be downloaded: "
-            "HF_HUB_OFFLINE=0 in the environment",
+            f"give a local folder that holds {name}.jsonl or {name}.parquet: data.path=FOLDER; or have it "
+            "downloaded, with HF_HUB_OFFLINE=0 in the environment",
         ) from error
     return rows_of(records, split, count, _to_row)
 
