@@ -72,19 +72,19 @@ def find_run(
     if new:
         wanted = _free_name(root, wanted)
     store = root.child(wanted)
-    exists = store.exists(RUN_FILE)
-    if exists and not (resume or name):
+    begun = _begun(store)
+    if begun and not (resume or name):
         raise InputError(
             "a run that does not exist yet",
             f"run {wanted} is there already",
             store.url,
             "add --resume to continue or show it, or --new to start another with the same config",
         )
-    if resume and not exists:
+    if resume and not store.exists(RUN_FILE):
         raise InputError(
             "a run to resume", f"no run {wanted}", root.url, f"leave --resume out, or name one of: {_names(root)}"
         )
-    if _begun(store):
+    if begun:
         _check_same_config(store, composed, wanted)
     return wanted, store
 
