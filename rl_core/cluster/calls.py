@@ -19,7 +19,7 @@ from rl_core.watchdog import progress
 logger = logging.getLogger(__name__)
 
 # Seconds between looks at the clock while waiting; a signal is answered within this time.
-POLL = 1.0
+POLL = 0.25
 # Seconds that a broken collective has to be explained by the error of another rank, or by its death.
 GRACE = 5.0
 # A call that takes so many times as long as it mostly does, and at least so many seconds, is told of while it is

@@ -34,13 +34,19 @@ def start(home: Path, until: str, arguments: list[str] = RUN) -> subprocess.Pope
         [COMMAND, *arguments], env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
+    read_until(process, until)
+    return process
+
+
+def read_until(process: subprocess.Popen, text: str) -> str:
+    """What the process prints, up to the line with the text."""
     assert process.stdout is not None
     seen = ""
-    while until not in seen:
+    while text not in seen:
         line = process.stdout.readline()
         assert line, seen
         seen += line
-    return process
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +152,10 @@ def test_a_second_ctrl_c_abandons_the_step_and_commits_the_one_before(tmp_path: 
     begun = time.monotonic()
     # As a terminal does it: every process of the group gets it, Prefect's server too.
     os.killpg(process.pid, signal.SIGINT)
-    time.sleep(1)
+    output = read_until(process, "asked to stop")
+    assert time.monotonic() - begun < 10, "a signal is answered while a call is waited for"
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output += process.communicate(timeout=60)[0]
     assert process.returncode == 130 and time.monotonic() - begun < 30, output
     assert "the step that is under way ends first" in output
     told = re.search(r"stopped at step (\d) of 6", output)

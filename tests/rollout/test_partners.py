@@ -44,7 +44,7 @@ def test_the_policy_reads_what_its_tool_says_and_goes_on(tiny_model: Path) -> No
 
 
 def test_several_calls_of_a_turn_run_at_once_and_are_answered_in_order(tiny_model: Path) -> None:
-    turn = '[calculator(x="1+1"), nap(seconds=0.5), nap(seconds=0.5), calculator(x="3*3")]'
+    turn = '[calculator(x="1+1"), nap(seconds=2), nap(seconds=2), calculator(x="3*3")]'
     data, engine = talk(tiny_model, [turn, "9"], agent={"tools": ["calculator", "nap"], "tool_processes": 3})
     assert engine.read[1].index("<|tool|>2<|end|>") < engine.read[1].index("<|tool|>9<|end|>")
     assert [name for name, _ in calls(data)] == ["calculator", "nap", "nap", "calculator"]
