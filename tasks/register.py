@@ -13,7 +13,6 @@ from rl_core.storage import Json
 from tasks.evaluate import result_file
 from tasks.export import export, export_folder
 from tasks.lineage import ALSO, with_tag
-from tasks.registry import CANDIDATE
 from tasks.runs import code_version, package_versions
 from tasks.session import Session, current_session
 from tasks.stage import stage
@@ -42,8 +41,7 @@ def register(step: int, data_hash: str, before: dict[str, float], after: dict[st
         metrics |= {"score_low": interval[0], "score_high": interval[1]}
     folder = session.local_copy(export_folder(step))
     version = session.registry.register(folder, session.tracker.run_id, weights_hash(manifest), tags, metrics)
-    if int(version) > int(session.registry.aliases().get(CANDIDATE, 0)):  # a run that is shown again moves nothing
-        session.registry.set_alias(CANDIDATE, version)
+    session.registry.set_candidate(version)
     words, made_by = f"{session.registry.name} version {version}", session.registry.get(version).run
     if made_by != session.run.name:
         session.registry.set_tags(version, {ALSO + session.run.name: str(step)})

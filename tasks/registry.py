@@ -136,6 +136,12 @@ class Registry:
         with mlflow_errors(self.uri):
             self._client.set_registered_model_alias(self.name, alias, version)
 
+    def set_candidate(self, version: str) -> None:
+        """Point the alias `candidate` at the version, unless it is at a later one: a run that is shown again moves
+        nothing."""
+        if int(version) > int(self.aliases().get(CANDIDATE, 0)):
+            self.set_alias(CANDIDATE, version)
+
     def versions(self) -> list[VersionInfo]:
         """All versions, newest first."""
         aliases = self.aliases()

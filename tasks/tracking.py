@@ -139,7 +139,7 @@ Records = Callable[[int], Sequence[Mapping[str, Any]]]
 
 
 class Tracker:
-    """The one MLflow run of a Rollforward run, found by its name or made on first use.
+    """The one MLflow run of a Rollforward run, found by its name and key or made on first use.
 
     Opening happens at the first call, so a tracker can be made while the server is down. `flush` and `end` never
     raise; the other methods raise `TransientError` on an outage and `InputError` for what MLflow refuses.

@@ -41,6 +41,14 @@ def test_download_gives_back_the_same_bytes(sqlite_uri: str, tmp_path: Path) -> 
     assert contents(registry.download("1", tmp_path / "empty")) == contents(folder)
 
 
+def test_the_candidate_is_the_last_one_registered(sqlite_uri: str, tmp_path: Path) -> None:
+    folder, run_id = model_folder(tmp_path / "export"), make_run(sqlite_uri, tmp_path)
+    registry = Registry(sqlite_uri, "sorter")
+    for checkpoint, candidate in (("aaa", "1"), ("bbb", "2"), ("aaa", "2")):
+        registry.set_candidate(register(sqlite_uri, run_id, folder, checkpoint))
+        assert registry.aliases() == {"candidate": candidate}
+
+
 def test_aliases_move_and_are_strings(sqlite_uri: str, tmp_path: Path) -> None:
     registry = Registry(sqlite_uri, "sorter")
     assert registry.aliases() == {} and registry.versions() == []

@@ -1,0 +1,78 @@
+"""How a session ends says how its run ended, and what another process has begun is not ended with it."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_runs import SIZES
+
+from rl_core.config.compose import compose
+from rl_core.errors import InputError
+from rl_core.status import read_status
+from rl_core.storage import Store
+from tasks import session as sessions
+from tasks.runs import Run, open_run
+from tasks.session import open_session
+
+
+class Workers:
+    """Stands for worker groups, which would need Ray."""
+
+    ended = 0
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        Workers.ended += 1
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr(sessions, "Roles", Workers)
+    monkeypatch.setattr(Workers, "ended", 0)
+
+
+def opened(home: Path) -> Run:
+    return open_run(compose("demo", SIZES), home, "x")
+
+
+def taken_over(run: Run) -> None:
+    """Another process holds the lease now."""
+    store = Store(run.url)
+    (name,) = store.listdir("leases")
+    store.write_json("leases/000002.json", {**store.read_json(f"leases/{name}"), "token": "another"})
+
+
+def test_a_holder_that_lost_its_lease_starts_and_ends_no_workers(tmp_path: Path) -> None:
+    with open_session(opened(tmp_path)) as session:
+        assert session.roles
+        taken_over(session.run)
+        session.drop_workers()
+        with pytest.raises(InputError, match="has taken over"):
+            _ = session.roles
+    assert Workers.ended == 0
+
+
+def test_workers_end_with_the_session(tmp_path: Path) -> None:
+    with open_session(opened(tmp_path)) as session:
+        assert session.roles
+    assert Workers.ended == 1
+
+
+@pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt(), "stopped"), (KeyError("x"), "failed")])
+def test_an_error_while_workers_end_does_not_hide_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, state: str
+) -> None:
+    def fail(_: Workers) -> None:
+        raise RuntimeError("Ray is gone")
+
+    monkeypatch.setattr(Workers, "close", fail)
+    with pytest.raises(type(error)), open_session(opened(tmp_path)) as session:  # noqa: PT012
+        assert session.roles
+        raise error
+    assert read_status(Store(str(tmp_path / "runs/x"))).state == state  # type: ignore[union-attr]
+    with open_session(opened(tmp_path)):  # the lease was given up
+        pass
