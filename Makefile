@@ -37,4 +37,4 @@ check: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .rollforward
+	rm -rf .venv

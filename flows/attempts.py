@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import httpx
@@ -27,12 +27,15 @@ from flows.services import end
 from rl_core.environment import Process
 from rl_core.errors import TrainingError, TransientError
 from rl_core.guardian import start_guardian
+from rl_core.watchdog import progress
+
+Answer = TypeVar("Answer")
 
 TRAININGS = ["post-train", "retrain"]
 """Flows of which one at a time runs in a work pool."""
 ASK_AGAIN_S = 1.0
 WAITS_S = (10.0, 30.0, 60.0, 120.0)
-"""Waits for MLflow or storage before a plan is given up: a server that starts anew takes so long."""
+"""Waits for MLflow or storage outside of stages: a server that starts anew takes so long."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Attempt:
         """What the first attempt decided, as JSON; what storage and MLflow cannot say now is asked for again."""
         kept: dict[str, Any] = json.loads(self.file.read_text())
         if "decided" not in kept:
-            kept["decided"] = _patiently(decide)
+            kept["decided"] = patiently(decide)
             _write(self.file, kept)
         decided: dict[str, Any] = kept["decided"]
         return decided
@@ -115,13 +118,17 @@ def asked_to_cancel() -> bool:
     return state is not None and state.type == StateType.CANCELLING
 
 
-def _patiently(decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def patiently(ask: Callable[[], Answer]) -> Answer:
+    """What storage or MLflow answers, asked again for some minutes; after that raises its TransientError."""
     for wait in WAITS_S:
         try:
-            return decide()
+            return ask()
         except TransientError:
-            time.sleep(wait)
-    return decide()
+            end = time.monotonic() + wait
+            while time.monotonic() < end:
+                progress()
+                time.sleep(1.0)
+    return ask()
 
 
 def _since(run: FlowRun) -> tuple[Any, str]:

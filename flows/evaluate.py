@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from prefect import flow
 from pydantic import Field
 
-from flows.attempts import begin_attempt
+from flows.attempts import begin_attempt, patiently
 from rl_core.config.compose import compose
 from tasks.registry import CHAMPION, Registry
 from tasks.tracking import default_tracking_uri
@@ -29,18 +29,19 @@ def evaluate(
     config = compose(recipe, overrides or []).config
     registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
     number = attempt.once(lambda: {"version": registry.get(str(version)).version})["version"]
-    folder = registry.local_folder(number, attempt.home / "cache")
+    folder = patiently(lambda: registry.local_folder(number, attempt.home / "cache"))
     settings = [*(overrides or []), f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
     # Ray and torch are imported here, when their environment is set.
-    from flows.preflight import preflight
+    from flows.preflight import preflight, watched
     from tasks.evaluate import evaluate as score
     from tasks.prepare_data import prepare_data
     from tasks.runs import open_run
     from tasks.session import open_session
 
     composed = compose(recipe, settings)
-    preflight(composed, attempt.home)
-    run = open_run(composed, attempt.home, f"evaluate-{attempt.run_name(recipe)}")
-    with open_session(run, verbose=True):
+    with watched(composed.config):
+        preflight(composed, attempt.home, going_on=True)
+        run = patiently(lambda: open_run(composed, attempt.home, f"evaluate-{attempt.run_name(recipe)}"))
+    with open_session(run, verbose=True, keep_data=attempt.number > 1):
         data = prepare_data()
         return {"version": number, "run": run.name, "data_hash": data["data_hash"], **score(0)}

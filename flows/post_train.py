@@ -1,5 +1,6 @@
 """The main flow: from rows and a model to a trained, evaluated, registered and perhaps promoted version."""
 
+import signal
 import time
 from concurrent.futures import Future
 from functools import wraps
@@ -11,6 +12,7 @@ from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL
 
+from flows.preflight import watched
 from rl_core.config.compose import compose
 from rl_core.console import Console
 from rl_core.environment import home_folder
@@ -19,6 +21,7 @@ from tasks.evaluate import evaluate, evaluate_champion
 from tasks.prepare_data import prepare_data
 from tasks.promote import promote, reload
 from tasks.register import register
+from tasks.registry import CHAMPION
 from tasks.report import report
 from tasks.runs import open_run
 from tasks.session import open_session
@@ -45,7 +48,9 @@ def post_train(
         keep_data: continue on the rows that the run began with, though their files have changed since.
         stop_at: time, in seconds since 1970, after which no further segment of steps begins.
     """
-    run = open_run(compose(recipe, overrides or []), home_folder(), run_name, resume, new)
+    composed = compose(recipe, overrides or [])
+    with watched(composed.config):
+        run = open_run(composed, home_folder(), run_name, resume, new)
     with open_session(run, verbose, keep_data) as session:
         config = session.config
         data = prepare_data()
@@ -62,15 +67,14 @@ def post_train(
         version = register(step, data["data_hash"], before, after)
         evaluate_champion(version)
         reload(version, step)
-        promoted = promote(version, step)
-        aliases = list(session.registry.get(version).aliases)
+        aliases = promote(version, step)
         facts = {"step": step, "before": before, "after": after, "version": version, "aliases": aliases, **data}
         page = report(facts)
         return {
             **facts,
             "run": run.name,
             "url": run.url,
-            "promoted": promoted,
+            "promoted": CHAMPION in aliases,
             "report": page,
             "model": config.registry.model_name,
             "mlflow_run": session.tracker.run_id,
@@ -88,6 +92,7 @@ def run_here(*arguments: Any) -> dict[str, Any]:
     @wraps(post_train.fn)
     def stages(*args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the command blocks it while the server starts
             outcome.set_result(post_train.fn(*args, **kwargs))
         except BaseException as error:
             outcome.set_exception(error)
@@ -98,8 +103,10 @@ def run_here(*arguments: Any) -> dict[str, Any]:
         EventsWorker.set_client_override(NullEventsClient)
     try:
         return flow(name="post-train", flow_run_name="{recipe}", persist_result=False)(stages)(*arguments)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, RuntimeError) as error:  # it has no error of its own for a server that does not start
         if not outcome.done():
             raise TransientError(f"Prefect's server failed: {error}; nothing was begun") from error
+        if outcome.exception() is error:
+            raise
         Console().note(f"Prefect's server is gone ({error}): its pages do not show how the run ended")
     return outcome.result()

@@ -1,14 +1,15 @@
 """What is looked at before anything starts, so that a person's mistake costs seconds."""
 
 import os
-import socket
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
+from flows.services import call
 from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
-from rl_core.cluster.resources import resolve_device
+from rl_core.cluster.resources import cluster_problem, resolve_device
 from rl_core.config.compose import Composed
 from rl_core.config.schema import AgentConfig, RunConfig
 from rl_core.console import Console
@@ -18,6 +19,7 @@ from rl_core.errors import InputError, TransientError
 from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm, load_tokenizer, stop_tokens
 from rl_core.models.lora import add_adapters
 from rl_core.rewards.model import check_reward_model
+from rl_core.rewards.runner import check_scorers
 from rl_core.rollout.environment import resolve_environment
 from rl_core.rollout.partners import chat_template
 from rl_core.rollout.tool_runner import tool_schemas
@@ -26,8 +28,6 @@ from rl_core.watchdog import Watchdog
 from tasks.runs import runs_root
 from tasks.stalls import own_frames
 from tasks.tracking import check_tracking, default_tracking_uri
-
-CONNECT_S = 5.0
 
 
 def check_home(home: Path) -> None:
@@ -41,16 +41,25 @@ def check_home(home: Path) -> None:
 
 
 def check_cluster() -> None:
-    """InputError when nothing answers at RAY_ADDRESS; Ray would end this process after a minute, without an error."""
+    """InputError when nothing answers at RAY_ADDRESS."""
     address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return  # Ray's own words for where it looks
-    try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-    except OSError as error:
+    if problem := cluster_problem(address):
         fix = "start it (`ray start --head --port 6379`) or correct the address; unset, a run starts a Ray of its own"
-        raise InputError("a Ray cluster that answers", str(error), f"RAY_ADDRESS={address}", fix) from error
+        raise InputError("a Ray cluster that answers", problem, f"RAY_ADDRESS={address}", fix)
+
+
+def check_prefect() -> None:
+    """InputError when nothing answers at PREFECT_API_URL, without which a flow cannot begin."""
+    url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+    if not url:
+        return
+    try:
+        call(f"{url}/health")
+    except HTTPError:
+        return  # an answer, if only that somebody has to log in
+    except (OSError, ValueError) as error:
+        fix = "start it (`rollforward up`) or correct the address; unset, a run starts a server of its own"
+        raise InputError("a Prefect server that answers", str(error), f"PREFECT_API_URL={url}", fix) from error
 
 
 def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:
@@ -91,10 +100,11 @@ def watched(config: RunConfig) -> Watchdog:
 
 def preflight(composed: Composed, home: Path, going_on: bool = False) -> None:
     """InputError for the first thing that the run could not work with: home, storage, MLflow, tools, environment,
-    model, source, device. With `going_on` there is a run, which an MLflow or Ray that is down shall not stop."""
+    model, scorers, source, device. With `going_on` there is a run, which a storage, an MLflow or a Ray that is down
+    shall not stop: what needs it waits for it."""
     config = composed.config
     check_home(home)
-    if config.storage.root:
+    if config.storage.root and not going_on:
         runs_root(config.storage, home).check_writable()
     check_tracking(config.tracking.uri or default_tracking_uri(home), going_on)
     if not going_on:
@@ -110,6 +120,7 @@ def preflight(composed: Composed, home: Path, going_on: bool = False) -> None:
             add_adapters(empty_causal_lm(config.model.path), config.model.lora)
     if config.reward.model.path:
         check_reward_model(config.reward.model.path)
+    check_scorers(config.reward, {})
     for source in config.data.sources:
         load_source(source.source)
     ESTIMATORS.resolve(config.algorithm.estimator)

@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from pydantic import Field
 
-from flows.attempts import begin_attempt, other_training
+from flows.attempts import begin_attempt, other_training, patiently
 from flows.parameters import GateMode, Hours, gate_setting
 from flows.train import run_stages, stop_time
 from rl_core.config.compose import Composed, compose
@@ -72,7 +72,7 @@ def retrain(
         return result
     found = {"data": plan["data"], "run": result["run"], "trained": time.time(), "reason": plan["reason"]}
     store, file = _record(composed.config, attempt.home)
-    store.write_json(file, found)
+    patiently(lambda: store.write_json(file, found))  # or the same rows are trained on again
     return {**result, "reason": plan["reason"]}
 
 

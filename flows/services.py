@@ -18,6 +18,7 @@ import psutil
 from flows.ports import check_port
 from rl_core.environment import Process, Service, read_services, write_services
 from rl_core.errors import InputError, TransientError
+from rl_core.guardian import is_guardian
 from tasks.tracking import local_tracking_uri
 
 POOL = "rollforward"
@@ -109,16 +110,18 @@ def leftovers(home: Path) -> list[psutil.Process]:
                 found |= {member.pid: member for member in [process, *process.children(recursive=True)]}
         except psutil.Error:  # gone meanwhile, or another user's
             continue
-    return list(found.values())
+    return [process for process in found.values() if not is_guardian(process)]  # they end by themselves
 
 
 def end(processes: list[Process]) -> None:
     """Asks the processes and their children to end, and kills those that do not.
 
-    Raises TransientError when one does not go.
+    Guardians among them end when they have done their work. Raises TransientError when one does not go.
     """
     roots = [found for one in processes if (found := one.find())]
-    family = [member for root in roots for member in [*root.children(recursive=True), root]]
+    found = [member for root in roots for member in [*root.children(recursive=True), root]]
+    guardians = [member for member in found if is_guardian(member)]
+    family = [member for member in found if member not in guardians]
     for process in family:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -127,6 +130,7 @@ def end(processes: list[Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     _, alive = psutil.wait_procs(alive, timeout=STOP_S)
+    psutil.wait_procs(guardians, timeout=STOP_S)
     if alive:
         raise TransientError(f"processes do not end: {', '.join(str(process.pid) for process in alive)}")
 

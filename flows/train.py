@@ -9,7 +9,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 from pydantic import Field
 
-from flows.attempts import Attempt, asked_to_cancel, begin_attempt, other_training
+from flows.attempts import Attempt, asked_to_cancel, begin_attempt, other_training, patiently
 from flows.parameters import GateMode, Hours, gate_setting
 from rl_core.config.compose import compose
 
@@ -47,11 +47,12 @@ def run_stages(
     # Ray and torch are imported here, when their environment is set.
     from flows.post_train import post_train
     from flows.preflight import preflight, watched
+    from tasks.runs import find_run
 
-    composed = compose(recipe, settings)
+    composed, name = compose(recipe, settings), run_name or attempt.run_name(recipe)
     with watched(composed.config):
         preflight(composed, attempt.home, going_on=True)
-    name = run_name or attempt.run_name(recipe)
+        patiently(lambda: find_run(composed, attempt.home, name))
     try:
         # What the first attempt has made of its files stays, though others have come since.
         result: dict[str, Any] = post_train.fn(

@@ -130,7 +130,7 @@ class Console:
         # A terminal or log that is not UTF-8 shows `?` for a sign it lacks instead of ending the run.
         try:
             print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
-        except BrokenPipeError:  # whoever read has gone, and the run goes on
+        except OSError:  # whoever read has gone, or its disk is full, and the run goes on
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 

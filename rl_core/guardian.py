@@ -24,6 +24,8 @@ WAIT_S = 3.0
 ROUNDS = 5
 """Times that it looks again: what ends may just have started something."""
 SEMAPHORES = Path("/dev/shm")
+_GUARDIAN = "guardian of "
+"""Stands before the token in a guardian's own environment."""
 
 
 def start_guardian() -> None:
@@ -36,13 +38,27 @@ def start_guardian() -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is not for it
-        env={**os.environ, TOKEN: f"guardian of {token}"},
+        env={**os.environ, TOKEN: f"{_GUARDIAN}{token}"},
     )
 
 
-def staging() -> "tempfile.TemporaryDirectory[str]":
-    """A temporary folder that goes with the run, also when the process that made it is killed."""
-    return tempfile.TemporaryDirectory(prefix=_prefix(os.environ.get(TOKEN, "")))
+def is_guardian(process: psutil.Process) -> bool:
+    """Whether the process is a run's guardian: it ends by itself when it has done its work, and not before."""
+    with suppress(psutil.Error):
+        return process.environ().get(TOKEN, "").startswith(_GUARDIAN)
+    return False
+
+
+def staging(beside: Path | None = None) -> "tempfile.TemporaryDirectory[str]":
+    """A temporary folder that goes with the run, also when the process that made it is killed.
+
+    With `beside` it is in that folder, from which a file may be moved into place; there it goes when the next one is
+    made.
+    """
+    for path in beside.glob(f"{_prefix('?*')}*") if beside else ():
+        if not family(f"{_GUARDIAN}{path.name.split('-')[1]}"):
+            shutil.rmtree(path, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=_prefix(os.environ.get(TOKEN, "")), dir=beside)
 
 
 def family(token: str) -> list[psutil.Process]:

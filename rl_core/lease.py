@@ -22,6 +22,7 @@ from pathlib import Path
 from rl_core.environment import Process
 from rl_core.errors import InputError, RollforwardError
 from rl_core.files import Files
+from rl_core.watchdog import progress
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class Lease:
         deadline = time.monotonic() + self._expire_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._renew_s / 4))
+            progress()
             if self._store.exists(_name(number + 1)) or self._is_gone(number):
                 return
             if self._bytes(number) != first:

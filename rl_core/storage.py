@@ -9,13 +9,14 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rl_core.errors import InputError, TransientError
 from rl_core.files import MANIFEST, Files, join
 from rl_core.filesystem import replacing, storage_errors, sync_path
+from rl_core.watchdog import progress
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class Store(Files):
                 continue
             try:
                 with storage_errors(path), self.open(source) as data, replacing(target) as copied:
-                    shutil.copyfileobj(data, copied, BLOCK)
+                    for block in _blocks(data):
+                        copied.write(block)
                     copied.flush()
                     if "sha256" in entry and entry != file_entry(Path(copied.name), entry["path"]):
                         raise TransientError(f"{path} is not as it was committed")
@@ -98,10 +100,7 @@ class Store(Files):
 
     def _sha256(self, rel: str) -> str:
         with storage_errors(self._path(rel)), self.open(rel) as file:
-            digest = hashlib.sha256()
-            while block := file.read(BLOCK):
-                digest.update(block)
-            return digest.hexdigest()
+            return _checksum(file)
 
     def commit_folder(self, rel: str, meta: Json, files: Iterable[Json] | None = None) -> Json:
         """Make files under `rel` one committed whole, and return the manifest.
@@ -202,8 +201,22 @@ class Store(Files):
 def file_entry(file: Path, name: str) -> Json:
     """What a manifest says of a file of this machine that goes by `name`."""
     with storage_errors(str(file)), file.open("rb") as data:
-        digest = hashlib.file_digest(data, "sha256").hexdigest()
+        digest = _checksum(data)
     return {"path": name, "size": file.stat().st_size, "sha256": digest}
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The content from here on; a large file may take longer than this process may be silent."""
+    while block := file.read(BLOCK):
+        progress()
+        yield block
+
+
+def _checksum(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    for block in _blocks(file):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _digest(files: list[Json], meta: Json) -> str:

@@ -5,8 +5,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
+
+from rl_core.guardian import is_guardian
 
 CHECK_S = 1.0
 """Time between two looks."""
@@ -56,8 +59,7 @@ class Watchdog:
         teller.start()
         teller.join(TELL_S)
         for child in psutil.Process().children(recursive=True):
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                continue
+            with suppress(psutil.NoSuchProcess):
+                if not is_guardian(child):  # it has to find what is no child of this process any more
+                    child.kill()
         os._exit(1)

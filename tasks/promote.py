@@ -58,21 +58,26 @@ def reload(version: str, step: int) -> None:
 
 
 @stage("promote", "version {0}")
-def promote(version: str, step: int) -> bool:
-    """Decides against the present champion; returns whether the version is champion now."""
+def promote(version: str, step: int) -> list[str]:
+    """Decides against the present champion; returns the version's aliases."""
     session = current_session()
+    _promote(session, version, step)
+    return list(session.registry.get(version).aliases)
+
+
+def _promote(session: Session, version: str, step: int) -> None:
     registry, gate = session.registry, session.config.gate
     if gate.mode == "off":
         session.console.note("not promoted: gate.mode is off")
-        return False
+        return
     if registry.aliases().get(CHAMPION) == version:
         registry.promote(version)  # an earlier attempt may have ended before it wrote the move down
         session.console.note(f"version {version} is the champion already")
-        return True
+        return
     if any(version in (move.version, move.before) for move in registry.moves()):
         # What was decided then stands, and so does a rollback since.
         session.console.note(f"version {version} was the champion before: rollforward promote {version}")
-        return False
+        return
     champion = champion_result(session, version)
     decision = decide(
         session.store.read_json(result_file(step)),
@@ -88,7 +93,6 @@ def promote(version: str, step: int) -> bool:
     if verdict == PROMOTED:
         registry.promote(version)
     session.console.note(_words(verdict, version))
-    return verdict == PROMOTED
 
 
 def last_metrics(records: list[dict[str, Any]]) -> dict[str, float]:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import socket
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import InputError, TransientError
+from rl_core.guardian import staging
 from tasks.events import emit
 from tasks.tracking import mlflow_client, mlflow_errors
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 WAITING, REFUSED, APPROVED = "waiting", "refused", "approved"
 """What the tag `gate` says of a version that needs a person's word; everything else may be promoted."""
+ROLLED_BACK = "rolled back"
+"""Why a move was made that a rollback made."""
 TAG_PREFIX = "rollforward."
 _CHECKPOINT = TAG_PREFIX + "checkpoint"
 _ATTEMPT = TAG_PREFIX + "attempt"
@@ -176,7 +178,7 @@ class Registry:
                 fix="name another folder",
             )
         to.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=to.parent) as temporary, mlflow_errors(self.uri):
+        with staging(beside=to.parent) as temporary, mlflow_errors(self.uri):
             location = self._client.get_model_version_download_uri(self.name, version)
             target = Path(temporary) / "model"
             target.mkdir()
@@ -212,17 +214,20 @@ class Registry:
             self._make_champion(new)
         moves = self.moves()
         if not moves or moves[-1].version != new:  # also when an earlier attempt ended between alias and record
-            self._record(new, old if old != new else aliases.get(PREVIOUS), why, "rollforward.promoted")
+            move = self._record(new, old if old != new else aliases.get(PREVIOUS), why)
+            emit("rollforward.promoted", self.name, asdict(move))
         return old, new
 
     def rollback(self) -> tuple[str, str]:
         """Make `previous` the champion and the champion `previous`; returns both versions (old, new).
 
-        Doing it twice is back where it began. The version that is left gets the tag `rolled_back` with the time. Raises
-        `InputError` when there is no version to go back to.
+        Doing it twice is back where it began; one that ended halfway is completed. The version that is left gets the
+        tag `rolled_back` with the time. Raises `InputError` when there is no version to go back to.
         """
         aliases = self.aliases()
         old, new = aliases.get(CHAMPION), aliases.get(PREVIOUS)
+        if move := self._halfway(old, new):
+            old, new = move.before, move.version
         if old is None or new is None or old == new:
             raise InputError(
                 expected=f"two versions of {self.name} with the aliases {CHAMPION} and {PREVIOUS}",
@@ -230,11 +235,19 @@ class Registry:
                 where=f"MLflow at {self.uri}",
                 fix="name the version that shall be champion: `rollforward promote VERSION`",
             )
+        move = move or self._record(new, old, ROLLED_BACK)  # first, so that a repetition knows of it
+        self.set_tags(old, {"rolled_back": _now()})
         self._make_champion(new)
         self.set_alias(PREVIOUS, old)
-        self.set_tags(old, {"rolled_back": _now()})
-        self._record(new, old, "rolled back", "rollforward.rolled_back")
+        emit("rollforward.rolled_back", self.name, asdict(move))
         return old, new
+
+    def _halfway(self, champion: str | None, previous: str | None) -> Move | None:
+        """The rollback that was recorded last, if it has not moved both aliases yet."""
+        moves = self.moves()
+        if not moves or moves[-1].why != ROLLED_BACK or previous != moves[-1].version:
+            return None
+        return moves[-1] if champion in (moves[-1].before, moves[-1].version) else None
 
     def promote_by_hand(
         self, version_or_alias: str, approve: bool = False, force: bool = False
@@ -289,12 +302,12 @@ class Registry:
         if seen != version:
             raise TransientError(f"another process made version {seen} of {self.name} champion at the same time")
 
-    def _record(self, version: str, before: str | None, why: str, event: str) -> None:
+    def _record(self, version: str, before: str | None, why: str) -> Move:
         """Keeps the move as a tag of its own: a list in one tag would lose moves of two processes at once."""
         move = Move(_now(), version, before, why, _who())
         with mlflow_errors(self.uri):
             self._client.set_registered_model_tag(self.name, _MOVE + move.at, json.dumps(asdict(move)))
-        emit(event, self.name, asdict(move))
+        return move
 
     def _search(self, condition: str) -> list[Any]:
         """Versions that fulfil the condition too, lowest first."""

@@ -5,7 +5,6 @@ Stages are Prefect tasks with JSON-sized inputs; they find the session of the fl
 
 import logging
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -312,18 +311,21 @@ class Session:
         self.__dict__.pop("roles", None)
         self._resources.close()
 
-    def keep_stall(self, why: str) -> Path:
-        """Writes who waits for what, `why`, and what this process does to a file below the home folder."""
-        return keep_stall(self.run.home, self.run.name, self.status.status, why)
+    def keep_stall(self, why: str) -> str:
+        """Writes who waits for what, `why`, and what this process does to a file below the home folder; returns where,
+        or why not."""
+        try:
+            return str(keep_stall(self.run.home, self.run.name, self.status.status, why))
+        except OSError as error:
+            return f"not kept: {error}"
 
     def _tell_hang(self, silent_s: float) -> None:
         """What is said before this process ends because it got nowhere."""
         doing, place = self.status.status.doing, own_frames(threading.main_thread().ident or 0)
         why = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s): {doing}; this process is in {place}"
-        file = self.keep_stall(why)
         self.console.failure(TransientError(why))
-        self.console.note(f"stacks: {file}")
         self.console.note(f"the same command with --run {self.run.name} continues from the last committed step")
+        self.console.note(f"stacks: {self.keep_stall(why)}")  # whose disk may be what hangs
         self.status.close("failed", why)
         if "tracker" in self.__dict__:
             self.tracker.end("FAILED")
@@ -338,7 +340,6 @@ def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> It
     why = ""
     with session.watchdog:
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the command blocks it while servers start
             yield session
         except BaseException as error:
             state = "failed" if isinstance(error, Exception) else "stopped"

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows.services import end
+from rl_core.environment import Process
 from rl_core.guardian import TOKEN, remove_semaphores
 
 # Starts a child that ignores being asked to end, in a session of its own, whose parent has gone.
@@ -22,6 +24,10 @@ stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IG
 stubborn += "time.sleep(60)"
 subprocess.run([sys.executable, "-c", stubborn], start_new_session=True)
 print("ready", flush=True)
+if {seconds} < 0:
+    from rl_core.watchdog import Watchdog
+    with Watchdog(0.5, lambda silent_s: None):
+        time.sleep(60)
 time.sleep({seconds})
 """
 
@@ -40,8 +46,8 @@ def environ(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-@pytest.mark.parametrize("seconds", [0.5, 60])
-def test_orphans_end_when_their_run_has_ended_or_is_killed(seconds: float) -> None:
+def begun(seconds: float) -> tuple[subprocess.Popen, Path, list[psutil.Process]]:
+    """A process with a guardian and a stubborn orphan, its temporary folder, and those two."""
     root = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", SCRIPT.format(seconds=seconds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root})
@@ -50,9 +56,30 @@ def test_orphans_end_when_their_run_has_ended_or_is_killed(seconds: float) -> No
     assert folder.is_dir() and process.stdout.readline() == b"ready\n"
     family = started(process)
     assert len(family) == 2 and family[1].ppid() != process.pid
+    return process, folder, family
+
+
+@pytest.mark.parametrize("seconds", [0.5, 60])
+def test_orphans_end_when_their_run_has_ended_or_is_killed(seconds: float) -> None:
+    process, folder, family = begun(seconds)
     if seconds > 1:
         process.send_signal(signal.SIGKILL)
     process.wait()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert alive == [] and not folder.exists()
+
+
+def test_ending_a_run_with_its_children_leaves_the_guardian_its_work() -> None:
+    process, folder, family = begun(60)
+    end([Process.of(process.pid)])
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert alive == [] and not folder.exists()
+
+
+def test_a_watchdog_that_ends_its_process_leaves_the_guardian_its_work() -> None:
+    process, folder, family = begun(-1)
+    assert process.wait() == 1
     _, alive = psutil.wait_procs(family, timeout=15)
     assert alive == [] and not folder.exists()
 

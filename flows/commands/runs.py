@@ -67,9 +67,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     sys.path.append(os.getcwd())  # functions of the user's own are found beside the recipe
     composed = compose(options.recipe, options.overrides)
     home = prepare_home(options.verbose)
-    from flows.preflight import preflight, watched
+    from flows.preflight import check_prefect, preflight, watched
     from tasks.runs import RUN_FILE, committed_step, find_run
 
+    check_prefect()
     with watched(composed.config):
         name, store = find_run(composed, home, options.run, options.resume, options.new)
         preflight(composed, home, going_on=store.exists(RUN_FILE))
@@ -79,8 +80,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from flows.post_train import run_here
 
     signal.signal(signal.SIGTERM, _terminate)
-    # Ctrl-C reaches all processes of a terminal, and Prefect's server, which starts now, has to outlive the run. The
-    # session unblocks it.
+    # Ctrl-C reaches all processes of a terminal, and Prefect's server, which starts now, has to outlive the run.
+    # The flow unblocks it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     start = time.monotonic()
     options.way_back = _resume_command(options, name)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from rl_core.errors import InputError, TransientError
 
 # Unix sockets below Ray's folder must stay under 107 characters; Ray adds about 65.
 LONGEST_RAY_FOLDER = 40
+
+CONNECT_S = 5.0
 
 # What has to be in a worker's environment before it imports torch or vLLM. The engine shares the worker's process and
 # its cores.
@@ -125,8 +128,22 @@ def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
         ray.shutdown()
 
 
+def cluster_problem(address: str) -> str | None:
+    """Why nothing answers at a cluster's address HOST:PORT; None when something does, and for Ray's own words."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return None
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def _start(address: str, options: dict[str, Any]) -> None:
     """Starts or joins. A SIGTERM meanwhile does what it did before: Ray's own handler hides how the process ended."""
+    if problem := cluster_problem(address):  # Ray would end this process after a minute, without an error
+        raise TransientError(f"no Ray answers at {address}: {problem}")
     on_terminate = signal.getsignal(signal.SIGTERM)
     terminated = False
     try:

@@ -1,6 +1,8 @@
 """The worker groups of a run: actor with reference, rollout engines, and where they are needed, critic and reward
 model."""
 
+from contextlib import suppress
+
 from rl_core.cluster.dispatch import Layout
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import resource_pools, shares, worker_env
@@ -10,6 +12,7 @@ from rl_core.cluster.rollouts import ColocatedRollouts, Rollouts
 from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.config.schema import OptimConfig, RunConfig
+from rl_core.errors import TransientError
 from rl_core.storage import Json, Store
 from rl_core.training.checkpoint import FILES
 
@@ -67,7 +70,8 @@ class Roles:
             if self.pool:
                 self.pool.meet()
         except BaseException:
-            end_attempts(run)
+            with suppress(TransientError):  # it hides no Ctrl-C; the next attempt tries again
+                end_attempts(run)
             raise
         self.trained = groups[: len(classes)]
         self.actor = groups[0]

@@ -10,6 +10,9 @@ import psutil
 import pytest
 from support_flows import environment
 
+from rl_core.cluster.resources import ray_session
+from rl_core.errors import TransientError
+
 START = """
 import os, signal, sys, threading
 from pathlib import Path
@@ -45,6 +48,14 @@ def test_a_signal_while_ray_starts_is_the_runs_own(tmp_path: Path, after_s: floa
     while left := [process for process in psutil.process_iter(["cmdline"]) if _of(process, tmp_path)]:
         assert time.monotonic() < end, left
         time.sleep(0.2)
+
+
+def test_a_cluster_that_is_gone_is_an_error_and_not_the_end_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(TransientError, match="no Ray answers at 127.0.0.1:9"), ray_session(tmp_path, 1, False):
+        pass
 
 
 def _of(process: psutil.Process, home: Path) -> bool:

@@ -1,12 +1,25 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support_pages import table
 
-from rl_core.config.compose import compose, config_hash, diff, flatten, from_dict, layout_diff, recipe_names, to_yaml
+from rl_core.config.compose import (
+    RUN_CONTROL_KEYS,
+    RUN_CONTROL_SECTIONS,
+    compose,
+    config_hash,
+    diff,
+    flatten,
+    from_dict,
+    layout_diff,
+    recipe_names,
+    to_yaml,
+)
 from rl_core.config.schema import RunConfig
 from rl_core.errors import InputError
 
@@ -107,6 +120,7 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("rollout={mode: async, ranks_per_node: 1, top_p: 0.9}", ["compare log-probs", "set rollout.top_p=1"]),
         ("rollout={mode: async, ranks_per_node: 1, log_probs: false}", ["set rollout.log_probs=true"]),
         ("evaluation.refusal_pattern='('", ["no regular expression", "evaluation.refusal_pattern (override)"]),
+        ("algorithm.overlong_buffer=9", ["longer than any response", "data.max_response_length (recipe demo)"]),
         ("actor.mini_batch_size=7", ["must divide", "data.train_batch_size (recipe demo)"]),
     ],
 )
@@ -225,6 +239,12 @@ def test_token_rewards_that_gdpo_would_not_see_are_refused(setting: str) -> None
     compose("grpo", ["algorithm.estimator=gdpo"])
     with pytest.raises(InputError, match="gdpo reads the scorer's named rewards"):
         compose("grpo", ["algorithm.estimator=gdpo", setting])
+
+
+def test_the_page_names_all_settings_that_a_continued_run_may_change() -> None:
+    rows = table("reliability", "What may change when a run is continued")
+    named = [name for row in rows for name in re.findall("`([a-z_.]+)`", row[0])]
+    assert tuple(named[:4]) == RUN_CONTROL_SECTIONS and set(named[4:]) == RUN_CONTROL_KEYS
 
 
 SECOND = "{source: files, path: [a.jsonl, c.jsonl], val_path: b.jsonl}"

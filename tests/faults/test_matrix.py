@@ -38,4 +38,6 @@ def test_every_kill_happened_and_the_run_went_on(trials: tuple[Trial, Trial]) ->
 
 
 def test_the_result_is_that_of_the_undisturbed_run_and_nothing_is_left(trials: tuple[Trial, Trial]) -> None:
+    killed, _ = trials
     assert problems(*trials) == []
+    assert (killed.home / "output.log").read_text().count("supervised step 20/20") == 1

@@ -8,6 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from support_flows import rollforward
 
+from flows.preflight import check_cluster, check_prefect, preflight
+from rl_core.config.compose import compose
 from rl_core.errors import InputError
 
 ROW = {"data_source": "exact", "prompt": [{"role": "user", "content": "2 1"}], "reward_model": {"ground_truth": "1 2"}}
@@ -36,12 +38,7 @@ def parquet(path: Path, rows: list[dict]) -> str:
         (["demo", "trainer.steps=many"], "trainer.steps"),
         (["demo", "rollout.n=1"], "rollout.n"),
         (["demo", "model.path=/no/such/model"], "/no/such/model"),
-        (["demo", "data.source=gsm9k"], "gsm8k"),
-        (["demo", "tracking.uri=http://127.0.0.1:9"], "MLflow"),
-        (["demo", "agent.tools=[calculater]"], "did you mean calculator"),
-        (["demo", "agent.environment=no_module_here:Game"], "ModuleNotFoundError"),
-        (["demo", "agent.mcp_servers=[http://127.0.0.1:9/mcp]"], "127.0.0.1:9 does not list its tools"),
-        (["demo", "rollout={tensor_parallel_size: 2, ranks_per_node: 4}", "model.tiny.heads=2"], "engines of 2"),
+        (["demo", "registry.model_name=Qwen/Qwen3-rl"], "must be a name without /"),
         (["demo", "--resume"], "resume"),
         (["demo", "--run", "../x"], "run name"),
     ],
@@ -52,9 +49,27 @@ def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str)
     assert set(home.glob("runs/*")) == runs
 
 
-def test_a_ray_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flows.preflight import check_cluster
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["data.source=gsm9k"], "gsm8k"),
+        (["reward.function=no_module_here:score"], "no_module_here"),
+        (["reward.further=[absent=0.5]"], "absent"),
+        (["tracking.uri=http://127.0.0.1:9"], "MLflow"),
+        (["agent.tools=[calculater]"], "did you mean calculator"),
+        (["agent.environment=no_module_here:Game"], "ModuleNotFoundError"),
+        (["agent.mcp_servers=[http://127.0.0.1:9/mcp]"], "127.0.0.1:9 does not list its tools"),
+        (["rollout={tensor_parallel_size: 2, ranks_per_node: 4}", "model.tiny.heads=2"], "engines of 2"),
+    ],
+)
+def test_parts_that_are_not_there(tmp_path: Path, settings: list[str], words: str) -> None:
+    composed = compose("demo", settings)
+    with pytest.raises(InputError) as refusal:
+        preflight(composed, tmp_path)
+    assert words in str(refusal.value)
 
+
+def test_a_ray_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(InputError, match="RAY_ADDRESS=127.0.0.1:9"):
         check_cluster()
@@ -62,8 +77,11 @@ def test_a_ray_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
     check_cluster()
 
 
-def test_a_model_name_that_mlflow_would_refuse_after_the_training(home: Path) -> None:
-    assert "must be a name without /" in refused(home, "run", "demo", "registry.model_name=Qwen/Qwen3-rl")
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/api", "127.0.0.1:9"])
+def test_a_prefect_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with pytest.raises(InputError, match=f"PREFECT_API_URL={url}"):
+        check_prefect()
 
 
 def test_files_of_the_working_directory_do_not_take_the_place_of_ours(tmp_path: Path) -> None:
@@ -77,13 +95,14 @@ def test_a_home_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "ROLLFORWARD_HOME" in refused(tmp_path / "file/home", "run", "demo")
 
 
-def test_a_tokenizer_without_a_chat_template(home: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     from rl_core.config.schema import TinyModelConfig
     from rl_core.models.tiny import save_tiny_model
 
     save_tiny_model(tmp_path, TinyModelConfig(), 32, 0)
     (tmp_path / "chat_template.jinja").unlink()
-    assert "chat template" in refused(home, "run", "demo", f"model.path={tmp_path}")
+    with pytest.raises(InputError, match="chat template"):
+        preflight(compose("demo", [f"model.path={tmp_path}"]), tmp_path)
 
 
 def test_a_port_in_use(home: Path) -> None:

@@ -41,6 +41,7 @@ TINY = [
     "trainer.steps=12",
     "trainer.segment_steps=4",
     "evaluation.sampled_n=1",
+    "gate.reload=false",  # a process with vLLM in it
 ]
 
 

@@ -84,6 +84,13 @@ def test_default_stream_is_standard_output(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "▸ train\n"
 
 
+def test_a_log_on_a_full_disk_does_not_end_the_run() -> None:
+    with open("/dev/full", "w") as stream:
+        console = Console(stream)
+        console.note("there is no room for this")
+        console.note("nor for this")
+
+
 def test_a_reader_that_has_gone_does_not_end_the_run() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 from support_servers import empty_bucket
 
+from rl_core import storage
 from rl_core.errors import InputError, TransientError
 from rl_core.storage import Store, step_name
 
@@ -153,6 +154,18 @@ def test_damage_is_named_and_an_older_checkpoint_is_used(
     if had_manifest:
         (words,) = told
         assert words.startswith(f"{store._path(folder)} is damaged and is not used: ") and problem in words
+
+
+def test_long_reads_are_progress(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[None] = []
+    monkeypatch.setattr(storage, "BLOCK", 4)
+    monkeypatch.setattr(storage, "progress", lambda: blocks.append(None))
+    store.write_bytes("a/x", b"0123456789")
+    store.commit_folder("a", {})
+    for read in (lambda: store.verify("a"), lambda: store.download("a", tmp_path / "copy")):
+        blocks.clear()
+        read()
+        assert len(blocks) >= 3
 
 
 def test_steps_are_in_numeric_order_and_need_a_manifest(store: Store) -> None:

@@ -1,5 +1,7 @@
 """The alias champion moves forward and back, with a record, and never against the gate unless a person says so."""
 
+import os
+import subprocess
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from support_registry import contents, registry_with
 
 from rl_core.errors import InputError, TransientError
+from rl_core.guardian import TOKEN
 from tasks.registry import Registry
 
 
@@ -26,6 +29,29 @@ def test_rollback_swaps_champion_and_previous_there_and_back(sqlite_uri: str, tm
     left = datetime.fromisoformat(registry.get("2").tags["rolled_back"])
     assert abs((datetime.now(UTC) - left).total_seconds()) < 60 and "rolled_back" not in registry.get("1").tags
     assert registry.rollback() == ("1", "2") and who(registry) == {"champion": "2", "previous": "1"}
+
+
+@pytest.mark.parametrize("where", ["set_tags", "_make_champion", "set_alias"])
+def test_a_rollback_that_ended_halfway_is_completed_and_not_turned_back(
+    sqlite_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {}, {})
+    registry.promote("1")
+    registry.promote("2")
+    done = getattr(Registry, where)
+
+    def away(self: Registry, *asked: Any) -> None:
+        if where == "_make_champion" or asked[0] != "champion":
+            raise TransientError("MLflow is away")
+        done(self, *asked)
+
+    monkeypatch.setattr(Registry, where, away)
+    with pytest.raises(TransientError):
+        registry.rollback()
+    monkeypatch.undo()
+    assert registry.rollback() == ("2", "1") and who(registry) == {"champion": "1", "previous": "2"}
+    assert "rolled_back" in registry.get("2").tags and len(registry.moves()) == 3
+    assert registry.rollback() == ("1", "2") and len(registry.moves()) == 4
 
 
 def test_every_move_is_recorded_once(sqlite_uri: str, tmp_path: Path) -> None:
@@ -115,6 +141,22 @@ def test_files_are_downloaded_once(sqlite_uri: str, tmp_path: Path, monkeypatch:
     assert registry.local_folder("2", tmp_path / "cache") != folder
     monkeypatch.setattr(Registry, "download", None)
     assert registry.local_folder("1", tmp_path / "cache") == folder
+
+
+def test_what_a_killed_download_left_goes_with_the_next(
+    sqlite_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = registry_with(sqlite_uri, tmp_path, {}, {})
+    dead, alive = (tmp_path / f"cache/versions/rollforward-{token}-x/model" for token in ("dead", "alive"))
+    for folder in (dead, alive):
+        folder.mkdir(parents=True)
+    guardian = subprocess.Popen(["sleep", "60"], env={TOKEN: "guardian of alive", "PATH": os.environ["PATH"]})
+    try:
+        registry.local_folder("1", tmp_path / "cache")
+        assert not dead.exists() and alive.is_dir()
+    finally:
+        guardian.kill()
+        guardian.wait()
 
 
 def test_a_tag_leads_no_download_out_of_the_cache(sqlite_uri: str, tmp_path: Path) -> None:

@@ -56,8 +56,7 @@ def add_version(session: Session, greedy: list[float], **more: Any) -> str:
 
 
 def promoted(session: Session, version: str) -> bool:
-    result: bool = promote.__wrapped__(version, 1)  # type: ignore[attr-defined]
-    return result
+    return "champion" in promote.__wrapped__(version, 1)  # type: ignore[attr-defined]
 
 
 def run(home: Path, name: str, greedy: list[float], *settings: str, **more: Any) -> bool:
