@@ -4,7 +4,6 @@ Prefect starts the same flow run again after a crash. What an attempt decided st
 of an earlier attempt that still lives is ended: it may have lost its server only.
 """
 
-import json
 import os
 import sys
 import time
@@ -24,10 +23,13 @@ from prefect.runtime import flow_run
 
 from flows.commands.base import prepare_home
 from flows.services import end
+from rl_core.config.schema import StorageConfig
 from rl_core.environment import Process
 from rl_core.errors import TrainingError, TransientError
 from rl_core.guardian import start_guardian
+from rl_core.storage import Store
 from rl_core.watchdog import progress
+from tasks.runs import runs_root
 
 Answer = TypeVar("Answer")
 
@@ -40,22 +42,27 @@ WAITS_S = (10.0, 30.0, 60.0, 120.0)
 
 @dataclass(frozen=True)
 class Attempt:
-    """This process's attempt at a flow run; what it keeps is a file below the home folder."""
+    """This process's attempt at a flow run."""
 
     home: Path
     flow_run: str
-    file: Path
     number: int
     """1 for the first attempt."""
 
-    def once(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the first attempt decided, as JSON; what storage and MLflow cannot say now is asked for again."""
-        kept: dict[str, Any] = json.loads(self.file.read_text())
-        if "decided" not in kept:
-            kept["decided"] = patiently(decide)
-            _write(self.file, kept)
-        decided: dict[str, Any] = kept["decided"]
-        return decided
+    def once(self, storage: StorageConfig, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What the first attempt decided, as JSON; what storage and MLflow cannot say now is asked for again.
+
+        It is kept beside the runs, where attempts on other machines find it.
+        """
+        store, file = runs_root(storage, self.home).child("attempts"), f"{self.flow_run}.json"
+
+        def decided() -> dict[str, Any]:
+            if not store.exists(file):
+                store.write_json(file, decide())
+            kept: dict[str, Any] = store.read_json(file)
+            return kept
+
+        return patiently(decided)
 
     def run_name(self, recipe: str) -> str:
         """A name for a run of the recipe that every attempt at this flow run finds again."""
@@ -76,13 +83,11 @@ def begin_attempt(max_attempts: int) -> Attempt:
             f"attempt {number} of at most {max_attempts}: the run crashes again and again. What is committed stays; "
             "see the log of the attempts, then start a flow run with the same run name."
         )
-    file = home / "attempts" / f"{name}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    kept = json.loads(file.read_text()) if file.exists() else {}
-    if kept:
-        end([Process(**kept["process"])])
-    _write(file, {**kept, "process": asdict(Process.of(os.getpid()))})
-    return Attempt(home, name, file, number)
+    mine = Store(str(home)).child("attempts")
+    if mine.exists(f"{name}.json"):
+        end([Process(**mine.read_json(f"{name}.json")["process"])])
+    mine.write_json(f"{name}.json", {"process": asdict(Process.of(os.getpid()))})
+    return Attempt(home, name, number)
 
 
 def other_training() -> str | None:
@@ -134,9 +139,3 @@ def patiently(ask: Callable[[], Answer]) -> Answer:
 def _since(run: FlowRun) -> tuple[Any, str]:
     assert run.state is not None
     return run.state.timestamp, str(run.id)
-
-
-def _write(file: Path, kept: dict[str, Any]) -> None:
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(kept))
-    draft.replace(file)

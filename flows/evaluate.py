@@ -28,7 +28,7 @@ def evaluate(
     attempt = begin_attempt(max_attempts)
     config = compose(recipe, overrides or []).config
     registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
-    number = attempt.once(lambda: {"version": registry.get(str(version)).version})["version"]
+    number = attempt.once(config.storage, lambda: {"version": registry.get(str(version)).version})["version"]
     folder = patiently(lambda: registry.local_folder(number, attempt.home / "cache"))
     settings = [*(overrides or []), f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
     # Ray and torch are imported here, when their environment is set.

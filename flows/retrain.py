@@ -16,7 +16,7 @@ from pydantic import Field
 from flows.attempts import begin_attempt, other_training, patiently
 from flows.parameters import GateMode, Hours, gate_setting
 from flows.train import run_stages, stop_time
-from rl_core.config.compose import Composed, compose
+from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.identity import data_identity
 from rl_core.errors import InputError
@@ -57,21 +57,20 @@ def retrain(
     attempt = begin_attempt(max_attempts)
     if refusal := other_training():
         return Cancelled(message=refusal)
-    settings = [*(overrides or []), *gate_setting(gate_mode)]
+    settings = limited(recipe, [*(overrides or []), *gate_setting(gate_mode)], as_of, max_steps)
+    config = compose(recipe, settings).config
     plan = attempt.once(
-        lambda: {
-            **plan_retraining(attempt.home, recipe, limited(recipe, settings, as_of, max_steps), start_from, trigger),
-            "stop_at": stop_time(max_hours),
-        }
+        config.storage,
+        lambda: {**plan_retraining(config, attempt.home, start_from, trigger), "stop_at": stop_time(max_hours)},
     )
-    composed = compose(recipe, plan["settings"])
     if not plan["reason"]:
-        return _nothing_to_do(composed, attempt.home)
-    result = run_stages(attempt, recipe, plan["settings"], None, plan["stop_at"])
+        return _nothing_to_do(config, attempt.home)
+    settings += patiently(lambda: from_version(config, attempt.home, plan["version"]))
+    result = run_stages(attempt, recipe, settings, None, plan["stop_at"])
     if isinstance(result, State):
         return result
     found = {"data": plan["data"], "run": result["run"], "trained": time.time(), "reason": plan["reason"]}
-    store, file = _record(composed.config, attempt.home)
+    store, file = _record(config, attempt.home)
     patiently(lambda: store.write_json(file, found))  # or the same rows are trained on again
     return {**result, "reason": plan["reason"]}
 
@@ -94,30 +93,31 @@ def limited(recipe: str, settings: list[str], as_of: date | None, max_steps: int
 
 
 def plan_retraining(
-    home: Path, recipe: str, settings: list[str], start_from: Literal["champion", "base"], trigger: str | None
+    config: RunConfig, home: Path, start_from: Literal["champion", "base"], trigger: str | None
 ) -> dict[str, Any]:
-    """The settings to train with, the identity of the data, and the reason to train: None when there is none."""
-    config = compose(recipe, settings).config
+    """The version to train on from (None for the recipe's model), the identity of the data, and the reason to train:
+    None when there is none."""
     identity = data_identity(config.data, config.trainer.seed)
     store, file = _record(config, home)
     last = store.read_json(file) if store.exists(file) else {}
     reason = f"trigger: {trigger}" if trigger else None
     if last.get("data") != identity:
         reason = reason or ("the data has changed" if last else "the first retraining of this model")
-    if reason and start_from == "champion":
-        settings = [*settings, *from_champion(config, home)]
-    return {"settings": settings, "data": identity, "reason": reason}
+    version = _registry(config, home).aliases().get(CHAMPION) if start_from == "champion" else None
+    return {"version": version, "data": identity, "reason": reason}
 
 
-def from_champion(config: RunConfig, home: Path) -> list[str]:
-    """Settings that train on from the model's champion; none while it has none."""
-    registry = Registry(config.tracking.uri or default_tracking_uri(home), config.registry.model_name)
-    version = registry.aliases().get(CHAMPION)
+def from_version(config: RunConfig, home: Path, version: str | None) -> list[str]:
+    """Settings that train on from a version of the model; none without one."""
     if version is None:
         return []
-    folder = registry.local_folder(version, home / "cache")
+    folder = _registry(config, home).local_folder(version, home / "cache")
     # The champion has had its warm start.
     return [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
+
+
+def _registry(config: RunConfig, home: Path) -> Registry:
+    return Registry(config.tracking.uri or default_tracking_uri(home), config.registry.model_name)
 
 
 def _record(config: RunConfig, home: Path) -> tuple[Store, str]:
@@ -126,11 +126,11 @@ def _record(config: RunConfig, home: Path) -> tuple[Store, str]:
     return root.child("retrain"), f"{config.registry.model_name}.json"
 
 
-def _nothing_to_do(composed: Composed, home: Path) -> State[Any]:
-    store, file = _record(composed.config, home)
+def _nothing_to_do(config: RunConfig, home: Path) -> State[Any]:
+    store, file = _record(config, home)
     last = {**store.read_json(file), "checked": time.time()}
     store.write_json(file, last)
-    model = composed.config.registry.model_name
+    model = config.registry.model_name
     words = f"nothing to do: {model} was trained on this data by run {last['run']}"
     create_markdown_artifact(words, key="retrain", description="What the retraining found")
     emit("rollforward.nothing_to_do", model, {"run": last["run"], "data": last["data"]})

@@ -35,7 +35,8 @@ def train(
     if refusal := other_training():
         return Cancelled(message=refusal)
     settings = [*(overrides or []), *gate_setting(gate_mode)]
-    plan = attempt.once(lambda: {"stop_at": stop_time(max_hours)})
+    storage = compose(recipe, settings).config.storage
+    plan = attempt.once(storage, lambda: {"stop_at": stop_time(max_hours)})
     return run_stages(attempt, recipe, settings, run_name, plan["stop_at"])
 
 

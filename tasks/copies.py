@@ -4,8 +4,9 @@ from pathlib import Path
 
 from rl_core.credentials import without_credentials
 from rl_core.errors import InputError
-from tasks.registry import TAG_PREFIX, Registry
+from tasks.registry import Registry
 from tasks.tracking import Tracker, mlflow_client, mlflow_errors
+from tasks.versions import TAG_PREFIX
 
 
 def copy_version(source: Registry, version_or_alias: str, name: str, uri: str | None, cache: Path) -> str:

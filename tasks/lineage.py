@@ -4,8 +4,9 @@ from typing import Any
 
 from rl_core.errors import InputError, RollforwardError
 from rl_core.storage import Store, step_name
-from tasks.registry import TAG_PREFIX, Registry, VersionInfo
+from tasks.registry import Registry
 from tasks.tracking import mlflow_client, mlflow_errors
+from tasks.versions import TAG_PREFIX, VersionInfo
 
 DECISION = "evaluation/decision.json"
 MODELS = "models:/"

@@ -7,7 +7,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from rl_core.errors import InputError, TransientError
 from rl_core.guardian import staging
 from tasks.events import emit
 from tasks.tracking import mlflow_client, mlflow_errors
+from tasks.versions import CHECKPOINT, TAG_PREFIX, Move, VersionInfo, version_info
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -26,39 +27,9 @@ WAITING, REFUSED, APPROVED = "waiting", "refused", "approved"
 """What the tag `gate` says of a version that needs a person's word; everything else may be promoted."""
 ROLLED_BACK = "rolled back"
 """Why a move was made that a rollback made."""
-TAG_PREFIX = "rollforward."
-_CHECKPOINT = TAG_PREFIX + "checkpoint"
 _ATTEMPT = TAG_PREFIX + "attempt"
 _MODEL = TAG_PREFIX + "mlflow_model"
 _MOVE = TAG_PREFIX + "move."
-
-
-@dataclass(frozen=True)
-class VersionInfo:
-    """A registered version with what its tags say; a field whose tag is missing is None."""
-
-    version: str
-    aliases: tuple[str, ...]
-    step: int | None
-    run: str | None
-    score_before: float | None
-    score_after: float | None
-    created: datetime
-    checkpoint: str | None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    """All tags of Rollforward, without their prefix."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """The alias champion went from the version `before` to `version`."""
-
-    at: str
-    """Time in UTC, as `2026-01-31T12:00:00.000000Z`."""
-    version: str
-    before: str | None
-    why: str
-    by: str
 
 
 def only_model(uri: str) -> str:
@@ -117,7 +88,7 @@ class Registry:
             found = self._with_checkpoint(checkpoint_hash)
             if not found:
                 attempt = uuid.uuid4().hex
-                create({_CHECKPOINT: checkpoint_hash, _ATTEMPT: attempt})
+                create({CHECKPOINT: checkpoint_hash, _ATTEMPT: attempt})
                 found = self._with_checkpoint(checkpoint_hash)
                 # Of processes that raced here all keep the lowest version, and each removes what it added above it.
                 for version in found[1:]:
@@ -149,7 +120,7 @@ class Registry:
         aliases = self.aliases()
         with mlflow_errors(self.uri):
             found = self._search("")
-        return [_info(version, aliases) for version in reversed(found)]
+        return [version_info(version, aliases) for version in reversed(found)]
 
     def get(self, version_or_alias: str) -> VersionInfo:
         """The version with this number or alias; raises `InputError` that lists what there is."""
@@ -321,7 +292,7 @@ class Registry:
         return sorted(found, key=lambda version: int(version.version))
 
     def _with_checkpoint(self, checkpoint_hash: str) -> list[Any]:
-        return self._search(f" AND tags.`{_CHECKPOINT}` = '{checkpoint_hash}'")
+        return self._search(f" AND tags.`{CHECKPOINT}` = '{checkpoint_hash}'")
 
     def _create(
         self, folder: Path, run_id: str, checkpoint_hash: str, facts: Mapping[str, object], tags: Mapping[str, str]
@@ -337,7 +308,7 @@ class Registry:
 
     def _logged_model(self, experiment: str, run_id: str, checkpoint_hash: str, tags: Mapping[str, str]) -> Any:
         """MLflow's entry for the files, which an attempt that failed or a repeated request may have made already."""
-        condition = f"tags.`{_CHECKPOINT}` = '{checkpoint_hash}' AND source_run_id = '{run_id}'"
+        condition = f"tags.`{CHECKPOINT}` = '{checkpoint_hash}' AND source_run_id = '{run_id}'"
         if not (found := self._client.search_logged_models([experiment], condition)):
             self._client.create_logged_model(experiment, source_run_id=run_id, tags=dict(tags))
             found = self._client.search_logged_models([experiment], condition)
@@ -366,30 +337,6 @@ class Registry:
         for name, value in metrics.items():
             if there.get(name) != value:
                 self._client.log_metric(run_id, name, value)
-
-
-def _info(version: Any, aliases: Mapping[str, str]) -> VersionInfo:
-    number = str(version.version)
-
-    def tag(key: str) -> str | None:
-        return version.tags.get(TAG_PREFIX + key)
-
-    def score(key: str) -> float | None:
-        text = tag(key)
-        return None if text is None else float(text)
-
-    step = tag("step")
-    return VersionInfo(
-        version=number,
-        aliases=tuple(sorted(alias for alias, target in aliases.items() if target == number)),
-        step=None if step is None else int(step),
-        run=tag("run"),
-        score_before=score("score_before"),
-        score_after=score("score_after"),
-        created=datetime.fromtimestamp(version.creation_timestamp / 1000, tz=UTC),
-        checkpoint=tag("checkpoint"),
-        tags={key.removeprefix(TAG_PREFIX): value for key, value in version.tags.items() if key.startswith(TAG_PREFIX)},
-    )
 
 
 def _now() -> str:

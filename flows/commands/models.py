@@ -11,7 +11,7 @@ from rl_core.console import Console, clean
 from rl_core.environment import home_folder
 
 if TYPE_CHECKING:
-    from tasks.registry import VersionInfo
+    from tasks.versions import VersionInfo
 
 
 def register(commands: Commands) -> None:

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows import attempts
 from flows.attempts import begin_attempt
 from flows.retrain import limited, plan_retraining
 from rl_core.config.compose import compose
+from rl_core.config.schema import StorageConfig
 from rl_core.data.identity import data_identity
 from rl_core.environment import Process, Service, prepare_environment, read_services, write_services
-from rl_core.errors import InputError, TrainingError
+from rl_core.errors import InputError, TrainingError, TransientError
 
 
 def identity(*settings: str) -> str:
@@ -61,14 +64,17 @@ def test_a_limit_lowers_the_steps_only() -> None:
 
 
 def test_there_is_a_reason_to_train_once_unless_something_triggers_it(tmp_path: Path) -> None:
-    first = plan_retraining(tmp_path, "demo", [], "base", None)
+    def plan(trigger: str | None, *settings: str) -> dict[str, Any]:
+        return plan_retraining(compose("demo", settings).config, tmp_path, "champion", trigger)
+
+    first = plan(None)
     assert first["reason"] == "the first retraining of this model"
     record = tmp_path / "runs/retrain/rollforward-demo.json"
     record.parent.mkdir(parents=True)
     record.write_text(json.dumps({"data": first["data"], "run": "first"}))
-    assert plan_retraining(tmp_path, "demo", [], "base", None)["reason"] is None
-    assert plan_retraining(tmp_path, "demo", [], "base", "a person")["reason"] == "trigger: a person"
-    assert plan_retraining(tmp_path, "demo", ["data.difficulty=4"], "base", None)["reason"] == "the data has changed"
+    assert plan(None)["reason"] is None and plan(None)["version"] is None
+    assert plan("a person")["reason"] == "trigger: a person"
+    assert plan(None, "data.difficulty=4")["reason"] == "the data has changed"
 
 
 @pytest.fixture
@@ -88,16 +94,28 @@ def second_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: sub
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "2")
     file = tmp_path / "attempts/a-flow-run.json"
     file.parent.mkdir()
-    file.write_text(json.dumps({"process": asdict(Process.of(sleeper.pid)), "decided": {"stop_at": 1.5}}))
+    file.write_text(json.dumps({"process": asdict(Process.of(sleeper.pid))}))
     return file
 
 
-def test_a_new_attempt_ends_the_earlier_one_and_keeps_what_it_decided(
-    second_attempt: Path, sleeper: subprocess.Popen
-) -> None:
-    attempt = begin_attempt(max_attempts=2)
+def test_a_new_attempt_ends_the_earlier_one(second_attempt: Path, sleeper: subprocess.Popen) -> None:
+    begin_attempt(max_attempts=2)
     sleeper.wait(timeout=5)
-    assert attempt.once(lambda: {"stop_at": 9.0}) == {"stop_at": 1.5}
+
+
+def test_what_an_attempt_decided_stands_on_other_machines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "WAITS_S", (0.0,))
+    storage = StorageConfig(root=str(tmp_path / "shared"))
+    answers = iter([TransientError("MLflow is away"), {"stop_at": 1.5}])
+
+    def decide() -> dict[str, Any]:
+        if isinstance(answer := next(answers), TransientError):
+            raise answer
+        return answer
+
+    for machine in (1, 2):
+        attempt = attempts.Attempt(tmp_path / f"home {machine}", "a-flow-run", machine)
+        assert attempt.once(storage, decide) == {"stop_at": 1.5}
 
 
 def test_attempts_have_an_end(second_attempt: Path, sleeper: subprocess.Popen) -> None:

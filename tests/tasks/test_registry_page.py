@@ -26,11 +26,12 @@ def versions(uri: str, root: Path) -> None:
         "config_hash": checkpoint(0),
     }
     common |= {"score_low": "0.703", "score_high": "0.797", "sampled_before": "0.2", "sampled_after": "0.7"}
+    first = {"score_after": "0.25", "score_low": "0.203", "score_high": "0.297"}
     base = {"parent": "/models/Base", "parent_hash": checkpoint(9)}
     registry = registry_with(
         uri,
         root,
-        {**common, **base, "run": "monday", "gate": "promoted"},
+        {**common, **base, **first, "run": "monday", "gate": "promoted"},
         {**common, "parent": "models:/sorter/1", "run": "tuesday", "store": f"{root}/runs/tuesday", "gate": "waiting"},
         {**common, **base, "run": "wednesday", "gate": "refused"},
     )
