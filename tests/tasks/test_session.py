@@ -62,6 +62,15 @@ def test_workers_end_with_the_session(tmp_path: Path) -> None:
     assert Workers.ended == 1
 
 
+def test_a_hang_is_told_though_its_stacks_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_session(opened(tmp_path)) as session:
+        (tmp_path / "stalls").touch()  # no folder can be made there
+        session._tell_hang(60)
+        assert read_status(Store(session.run.url)).state == "failed"
+    said = capsys.readouterr().out
+    assert "no progress for 60 s" in said and "stacks: not kept: " in said
+
+
 @pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt(), "stopped"), (KeyError("x"), "failed")])
 def test_an_error_while_workers_end_does_not_hide_how_the_run_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, state: str
