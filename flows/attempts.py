@@ -23,7 +23,7 @@ from prefect.runtime import flow_run
 
 from flows.commands.base import prepare_home
 from flows.services import end
-from rl_core.config.schema import StorageConfig
+from rl_core.config.schema import RunConfig
 from rl_core.environment import Process
 from rl_core.errors import TrainingError, TransientError
 from rl_core.guardian import start_guardian
@@ -49,12 +49,14 @@ class Attempt:
     number: int
     """1 for the first attempt."""
 
-    def once(self, storage: StorageConfig, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def once(self, config: RunConfig, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the first attempt decided, as JSON; what storage and MLflow cannot say now is asked for again.
 
         It is kept beside the runs, where attempts on other machines find it.
         """
-        store, file = runs_root(storage, self.home).child("attempts"), f"{self.flow_run}.json"
+        from flows.preflight import watched  # with torch, when its environment is set
+
+        store, file = runs_root(config.storage, self.home).child("attempts"), f"{self.flow_run}.json"
 
         def decided() -> dict[str, Any]:
             if not store.exists(file):
@@ -62,7 +64,8 @@ class Attempt:
             kept: dict[str, Any] = store.read_json(file)
             return kept
 
-        return patiently(decided)
+        with watched(config):
+            return patiently(decided)
 
     def run_name(self, recipe: str) -> str:
         """A name for a run of the recipe that every attempt at this flow run finds again."""

@@ -28,20 +28,22 @@ def evaluate(
     attempt = begin_attempt(max_attempts)
     config = compose(recipe, overrides or []).config
     registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
-    number = attempt.once(config.storage, lambda: {"version": registry.get(str(version)).version})["version"]
+    number = attempt.once(config, lambda: {"version": registry.get(str(version)).version})["version"]
     folder = patiently(lambda: registry.local_folder(number, attempt.home / "cache"))
     settings = [*(overrides or []), f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
     # Ray and torch are imported here, when their environment is set.
     from flows.preflight import preflight, watched
     from tasks.evaluate import evaluate as score
     from tasks.prepare_data import prepare_data
-    from tasks.runs import open_run
+    from tasks.runs import find_run, open_run
     from tasks.session import open_session
 
     composed = compose(recipe, settings)
     with watched(composed.config):
         preflight(composed, attempt.home, going_on=True)
-        run = patiently(lambda: open_run(composed, attempt.home, f"evaluate-{attempt.run_name(recipe)}"))
+        name = f"evaluate-{attempt.run_name(recipe)}"
+        patiently(lambda: find_run(composed, attempt.home, name))
+        run = open_run(composed, attempt.home, name)
     with open_session(run, verbose=True, keep_data=attempt.number > 1):
         data = prepare_data()
         return {"version": number, "run": run.name, "data_hash": data["data_hash"], **score(0)}

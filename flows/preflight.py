@@ -1,7 +1,9 @@
 """What is looked at before anything starts, so that a person's mistake costs seconds."""
 
 import os
+import ssl
 import threading
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -55,9 +57,9 @@ def check_prefect() -> None:
         return
     try:
         call(f"{url}/health")
-    except HTTPError:
-        return  # an answer, if only that somebody has to log in
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
+        if isinstance(error, HTTPError) or isinstance(getattr(error, "reason", None), ssl.SSLError):
+            return  # an answer; Prefect's own client knows how to log in, and whom to trust
         fix = "start it (`rollforward up`) or correct the address; unset, a run starts a server of its own"
         raise InputError("a Prefect server that answers", str(error), f"PREFECT_API_URL={url}", fix) from error
 

@@ -60,12 +60,17 @@ def retrain(
     settings = limited(recipe, [*(overrides or []), *gate_setting(gate_mode)], as_of, max_steps)
     config = compose(recipe, settings).config
     plan = attempt.once(
-        config.storage,
+        config,
         lambda: {**plan_retraining(config, attempt.home, start_from, trigger), "stop_at": stop_time(max_hours)},
     )
     if not plan["reason"]:
         return _nothing_to_do(config, attempt.home)
-    settings += patiently(lambda: from_version(config, attempt.home, plan["version"]))
+    if plan["version"]:
+        folder = Path(plan["folder"])
+        if not folder.is_dir():  # an attempt on another machine has not asked MLflow for it yet
+            patiently(lambda: version_folder(config, attempt.home, plan["version"]))
+        # The champion has had its warm start.
+        settings += [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
     result = run_stages(attempt, recipe, settings, None, plan["stop_at"])
     if isinstance(result, State):
         return result
@@ -95,25 +100,23 @@ def limited(recipe: str, settings: list[str], as_of: date | None, max_steps: int
 def plan_retraining(
     config: RunConfig, home: Path, start_from: Literal["champion", "base"], trigger: str | None
 ) -> dict[str, Any]:
-    """The version to train on from (None for the recipe's model), the identity of the data, and the reason to train:
-    None when there is none."""
+    """The version to train on from and its folder (None for the recipe's model), the identity of the data, and the
+    reason to train: None when there is none."""
     identity = data_identity(config.data, config.trainer.seed)
     store, file = _record(config, home)
     last = store.read_json(file) if store.exists(file) else {}
     reason = f"trigger: {trigger}" if trigger else None
     if last.get("data") != identity:
         reason = reason or ("the data has changed" if last else "the first retraining of this model")
-    version = _registry(config, home).aliases().get(CHAMPION) if start_from == "champion" else None
-    return {"version": version, "data": identity, "reason": reason}
+    train_on = reason and start_from == "champion"
+    version = _registry(config, home).aliases().get(CHAMPION) if train_on else None
+    folder = version and str(version_folder(config, home, version))
+    return {"version": version, "folder": folder, "data": identity, "reason": reason}
 
 
-def from_version(config: RunConfig, home: Path, version: str | None) -> list[str]:
-    """Settings that train on from a version of the model; none without one."""
-    if version is None:
-        return []
-    folder = _registry(config, home).local_folder(version, home / "cache")
-    # The champion has had its warm start.
-    return [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
+def version_folder(config: RunConfig, home: Path, version: str) -> Path:
+    """The files of a version of the model on this machine."""
+    return _registry(config, home).local_folder(version, home / "cache")
 
 
 def _registry(config: RunConfig, home: Path) -> Registry:

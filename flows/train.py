@@ -35,8 +35,7 @@ def train(
     if refusal := other_training():
         return Cancelled(message=refusal)
     settings = [*(overrides or []), *gate_setting(gate_mode)]
-    storage = compose(recipe, settings).config.storage
-    plan = attempt.once(storage, lambda: {"stop_at": stop_time(max_hours)})
+    plan = attempt.once(compose(recipe, settings).config, lambda: {"stop_at": stop_time(max_hours)})
     return run_stages(attempt, recipe, settings, run_name, plan["stop_at"])
 
 

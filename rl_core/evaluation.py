@@ -92,7 +92,7 @@ def evaluate(config: RunConfig, rows: RLHFDataset, roles: Roles, tokenizer: PreT
         **summary(per_row, config.trainer.seed),
         "per_row": per_row,
         "samples": _samples(chosen, greedy),
-        "first_turns": _first_turns(chosen[:TURNS_KEPT], greedy),
+        "first_turns": _first_turns(greedy),
     }
 
 
@@ -183,12 +183,17 @@ def _samples(rows: Sequence[Row], greedy: _Responses) -> list[Json]:
     ]
 
 
-def _first_turns(rows: Sequence[Row], greedy: _Responses) -> list[Json]:
-    """Tokens of prompts, and of what the policy answered until anything else spoke."""
-    turns = []
-    for row, ids, mask in zip(rows, greedy.batch.batch["responses"], greedy.batch.batch["response_mask"], strict=False):
-        turns.append({"prompt_ids": row["prompt_ids"], "response_ids": ids[: int(mask.cumprod(0).sum())].tolist()})
-    return turns
+def _first_turns(greedy: _Responses) -> list[Json]:
+    """Tokens of some prompts, and of what the policy answered until anything else spoke."""
+    on = greedy.batch[:TURNS_KEPT].batch
+    answered = on["response_mask"].cumprod(-1).sum(-1).int().tolist()
+    return [
+        # The prompt that was used: an environment may have spoken before the first turn.
+        {"prompt_ids": prompt[:length].tolist(), "response_ids": ids[:first].tolist()}
+        for prompt, length, ids, first in zip(
+            on["prompts"], on["prompt_length"].tolist(), on["responses"], answered, strict=True
+        )
+    ]
 
 
 def _responses(

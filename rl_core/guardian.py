@@ -6,6 +6,7 @@ end from the kernel: its standard input ends.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ WAIT_S = 3.0
 ROUNDS = 5
 """Times that it looks again: what ends may just have started something."""
 SEMAPHORES = Path("/dev/shm")
+_STAGING = re.compile(r"rollforward-([0-9a-f]{32})-")
 _GUARDIAN = "guardian of "
 """Stands before the token in a guardian's own environment."""
 
@@ -52,11 +54,11 @@ def is_guardian(process: psutil.Process) -> bool:
 def staging(beside: Path | None = None) -> "tempfile.TemporaryDirectory[str]":
     """A temporary folder that goes with the run, also when the process that made it is killed.
 
-    With `beside` it is in that folder, from which a file may be moved into place; there it goes when the next one is
-    made.
+    With `beside` it is in that folder, from which a file may be moved into place; what a killed run left there goes
+    when the next one is made.
     """
-    for path in beside.glob(f"{_prefix('?*')}*") if beside else ():
-        if not family(f"{_GUARDIAN}{path.name.split('-')[1]}"):
+    for path in beside.iterdir() if beside else ():
+        if (token := _STAGING.match(path.name)) and not family(_GUARDIAN + token[1]):
             shutil.rmtree(path, ignore_errors=True)
     return tempfile.TemporaryDirectory(prefix=_prefix(os.environ.get(TOKEN, "")), dir=beside)
 

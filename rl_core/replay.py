@@ -129,7 +129,8 @@ def first_loss(batch: DataProto, config: RunConfig, step: int) -> float:
     if "selected_BR" in POLICY_LOSSES.resolve(config.actor.policy_loss).needs:
         updates = (step - 1) * minis * config.actor.ppo_epochs
         mini = select_tokens(config, mini, log_prob_BR, config.trainer.seed + updates)
-    loss_function = policy_loss(config, mini.batch["response_mask"].sum().item(), len(mini))
+    tokens_B = mini.batch["response_mask"].sum(-1)
+    loss_function = policy_loss(config, tokens_B.sum().item(), float((tokens_B > 0).sum()))
     return loss_function((log_prob_BR, entropy_BR), mini)[0].item()
 
 

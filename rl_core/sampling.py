@@ -52,7 +52,7 @@ class Sampler:
                 f"scores, {size // self.config.rollout.n} are needed: the data are too easy or too hard for the model "
                 "(algorithm.max_generated_batches, algorithm.when_too_few_groups)"
             )
-        generated = DataProto.concat([*useful, *flat])
+        generated = DataProto.concat(steps.with_the_same_rewards([*useful, *flat]))
         batch = generated[:size]
         score = masked_mean(generated.batch["token_level_scores"].sum(-1), generated.batch["scored"].float()).item()
         metrics = {
@@ -77,7 +77,11 @@ class Sampler:
             if greedy is not None:
                 scored = steps.score(greedy, self.model, self.tokenizer, config, step)
                 reward_B = scored.batch["token_level_scores"].sum(-1).repeat_interleave(config.rollout.n)
-                batch = batch.union(DataProto({"greedy_reward_B": reward_B}, {}, {}))
+                # A prompt whose greedy response has no score has no baseline, and trains nothing.
+                has_one_B = scored.batch["scored"].repeat_interleave(config.rollout.n)
+                mask_BR = batch.batch["response_mask"] * has_one_B[:, None]
+                added = {"greedy_reward_B": reward_B, "response_mask": mask_BR}
+                batch = DataProto({**batch.batch, **added}, batch.non_tensor_batch, batch.meta_info)
         return batch
 
     def _check_versions(self, batch: DataProto, step: int) -> None:

@@ -142,6 +142,17 @@ def _named_rewards(results: list[RewardResult], config: RunConfig) -> dict[str, 
     return {f"{NAMED}{name}": torch.tensor([result.named.get(name, 0.0) for result in results]) for name in names}
 
 
+def with_the_same_rewards(parts: list[DataProto]) -> list[DataProto]:
+    """The batches with all columns of named rewards that any of them has; 0 where one is missing."""
+    names = sorted({name for part in parts for name in part.batch if name.startswith(NAMED)})
+    return [
+        DataProto(
+            {**dict.fromkeys(names, torch.zeros(len(part))), **part.batch}, part.non_tensor_batch, part.meta_info
+        )
+        for part in parts
+    ]
+
+
 def _of_other_prompts(results: list[RewardResult], config: RunConfig, step: int) -> list[RewardResult]:
     """Each prompt's results handed to another prompt's responses."""
     n = len(results) // config.data.train_batch_size  # 1 for the greedy responses, which go along the same ring
@@ -212,12 +223,13 @@ def correct(batch: DataProto, config: CorrectionConfig) -> tuple[DataProto, Metr
         tensors["sampled_mask"] = mask_BR
         tensors["response_mask"] = mask_BR = kept_BR
     if config.weights != "none":
-        weights_BR = importance_weights(
-            old_BR, rollout_BR, mask_BR, config.weights, config.weight_bounds, config.normalise
+        bounded_BR, weights_BR = (
+            importance_weights(old_BR, rollout_BR, mask_BR, config.weights, config.weight_bounds, normalise)
+            for normalise in (False, config.normalise)
         )
         tensors["weights"] = weights_BR
         metrics["correction/weight_mean"] = masked_mean(weights_BR, mask_BR).item()
-        at_bound_BR = (weights_BR >= config.weight_bounds[1]) | (weights_BR == 0)
+        at_bound_BR = (bounded_BR >= config.weight_bounds[1]) | (bounded_BR == 0)
         metrics["correction/bounded_share"] = masked_mean(at_bound_BR.float(), mask_BR).item()
     return DataProto(tensors, batch.non_tensor_batch, batch.meta_info), metrics
 
@@ -258,7 +270,11 @@ def policy_filter(batch: DataProto, config: RunConfig, step: int) -> DataProto:
     algorithm = config.algorithm
     if algorithm.pf_ppo == "none":
         return batch
-    weight_B = pf_ppo_weights(batch.batch["token_level_scores"].sum(-1), algorithm.pf_ppo, algorithm.pf_ppo_power)
+    score_B, scored_B = batch.batch["token_level_scores"].sum(-1), batch.batch["scored"]
+    if not scored_B.any():
+        return batch
+    weight_B = torch.zeros_like(score_B)  # a response without a score is not drawn
+    weight_B[scored_B] = pf_ppo_weights(score_B[scored_B], algorithm.pf_ppo, algorithm.pf_ppo_power)
     seed = response_seeds([config.trainer.seed, step, PF_PPO_STREAM], 1)[0]
     return batch[resample(weight_B, torch.Generator().manual_seed(seed))]
 

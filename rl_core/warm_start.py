@@ -1,6 +1,7 @@
 """The supervised start: cross-entropy on the training rows' reference answers, before reinforcement."""
 
 import itertools
+import math
 from collections.abc import Callable
 from statistics import fmean
 
@@ -44,12 +45,13 @@ def warm_start(
         chosen = [rows[i] for i in indices]
         answers = [sources[rows.source_of(i)].reference_response(row) for i, row in zip(indices, chosen, strict=True)]
         batch = supervised_batch([row["prompt_ids"] for row in chosen], answers, tokenizer, chat, config)
-        losses.append(roles.actor.update_supervised(batch)["loss"])
+        losses.append(roles.actor.update_supervised(batch).get("loss", math.nan))  # NaN where the update was skipped
         on_step(step, losses[-1])
         if fmean(losses[-RECENT:]) <= config.warm_start.stop_loss:
             break
     files = roles.actor.export(store, FOLDER)[0]
-    store.commit_folder(FOLDER, {"steps": len(losses), "loss": losses[-1]}, files)
+    loss = losses[-1] if math.isfinite(losses[-1]) else None
+    store.commit_folder(FOLDER, {"steps": len(losses), "loss": loss}, files)
 
 
 def supervised_batch(

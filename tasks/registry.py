@@ -208,17 +208,17 @@ class Registry:
             )
         move = move or self._record(new, old, ROLLED_BACK)  # first, so that a repetition knows of it
         self.set_tags(old, {"rolled_back": _now()})
-        self._make_champion(new)
         self.set_alias(PREVIOUS, old)
+        self._make_champion(new)
         emit("rollforward.rolled_back", self.name, asdict(move))
         return old, new
 
     def _halfway(self, champion: str | None, previous: str | None) -> Move | None:
         """The rollback that was recorded last, if it has not moved both aliases yet."""
         moves = self.moves()
-        if not moves or moves[-1].why != ROLLED_BACK or previous != moves[-1].version:
+        if not moves or moves[-1].why != ROLLED_BACK or champion != moves[-1].before:
             return None
-        return moves[-1] if champion in (moves[-1].before, moves[-1].version) else None
+        return moves[-1] if previous in (moves[-1].before, moves[-1].version) else None
 
     def promote_by_hand(
         self, version_or_alias: str, approve: bool = False, force: bool = False

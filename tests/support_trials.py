@@ -167,6 +167,9 @@ def problems(trial: Trial, reference: Trial) -> list[str]:
     if trial.weights() != reference.weights():
         found.append(f"{name}: other weights")
     found += [f"{name}: step {s} differs" for s in range(1, trial.steps + 1) if trial.step(s) != reference.step(s)]
+    scores = f"evaluation/step_{trial.steps:06d}.json"
+    if json.loads((trial.folder / scores).read_text()) != json.loads((reference.folder / scores).read_text()):
+        found.append(f"{name}: other scores")
     client = MlflowClient(f"sqlite:///{trial.home}/mlflow.db")
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     for key in run.data.metrics:

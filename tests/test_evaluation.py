@@ -1,5 +1,6 @@
 """Held-out scores of conversations, with the rollouts given."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ ROWS = [
 ]
 
 
-def rolled_out(words: list[str], scores: list[float], *settings: str) -> Json:
+def rolled_out(words: list[str], scores: list[float], *settings: str, prompt: Sequence[int] = (4, 7)) -> Json:
     """The evaluation of ten rows; every response to row i is the i-th word, and the last one hits the limit."""
     n = compose("grpo", list(settings)).config.evaluation.sampled_n
 
@@ -37,7 +38,8 @@ def rolled_out(words: list[str], scores: list[float], *settings: str) -> Json:
         talks = []
         for word in [word for word in words for _ in range(each)]:
             ids = TOKENIZER.encode(word, add_special_tokens=False)
-            talks.append(Trajectory([4, 7], 0, response_ids=ids, response_mask=[1] * len(ids), stop_reason="stop"))
+            mask = [1] * len(ids)
+            talks.append(Trajectory(list(prompt), 0, response_ids=ids, response_mask=mask, stop_reason="stop"))
             talks[-1].log_probs, talks[-1].versions = [0.0] * len(ids), [0] * len(ids)
             talks[-1].state = TrajectoryState.COMPLETED
         talks[-1].stop_reason = "length"
@@ -96,6 +98,13 @@ def test_an_evaluation_has_scores_intervals_sources_guards_and_rows() -> None:
     assert guards["length"] == tokens and len(result["first_turns"]) == 8
     assert result["first_turns"][0]["prompt_ids"] == [4, 7] and len(result["first_turns"][0]["response_ids"]) == tokens
     assert result["per_row"][1]["sampled"] == [0.0, 0.0] and result["per_row"][9]["refused"]
+
+
+def test_first_turns_stand_behind_the_prompt_that_was_used() -> None:
+    """An environment may have added to the row's."""
+    first = rolled_out([str(i) for i in range(10)], [1.0] * 10, prompt=[4, 7, 9])["first_turns"]
+    assert {tuple(turn["prompt_ids"]) for turn in first} == {(4, 7, 9)} and len(first) <= 10
+    assert all(turn["response_ids"] for turn in first)
 
 
 def test_responses_that_end_alike_are_one_answer() -> None:

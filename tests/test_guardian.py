@@ -26,7 +26,7 @@ subprocess.run([sys.executable, "-c", stubborn], start_new_session=True)
 print("ready", flush=True)
 if {seconds} < 0:
     from rl_core.watchdog import Watchdog
-    with Watchdog(0.5, lambda silent_s: None):
+    with Watchdog(3.0, lambda silent_s: None):
         time.sleep(60)
 time.sleep({seconds})
 """

@@ -191,6 +191,33 @@ def test_remax_has_the_greedy_reward_of_each_prompt() -> None:
     assert batch.batch["greedy_reward_B"].tolist() == pytest.approx(wanted) and len(set(wanted)) == 2
 
 
+def test_a_prompt_whose_greedy_response_has_no_score_trains_nothing() -> None:
+    class GreedyFails(Scorer):
+        def one(self, text: str, row: int) -> RewardResult:
+            return failure("error", "broken") if text[-1] == "9" and row == first else super().one(text, row)
+
+    first = order_of(sampler(Scorer(set())))[0]
+    batch, _ = sampler(GreedyFails(set()), algorithm={"estimator": "remax"}).batch(1, Phases())
+    assert rows_in(batch)[:N] == [first] * N
+    assert not batch.batch["response_mask"][:N].any() and batch.batch["response_mask"][N:].any(-1).all()
+    assert batch.batch["scored"].all(), "their own scores are there"
+
+
+def test_generated_batches_may_have_different_named_rewards() -> None:
+    class Names(Scorer):
+        def one(self, text: str, row: int) -> RewardResult:
+            result = super().one(text, row)
+            return RewardResult(1.0, "ok", named={"right": 1.0}) if result.score and row in self.useful else result
+
+    probe = order_of(sampler(Scorer(set())))
+    made = sampler(Names({probe[1], probe[2]}), algorithm=DYNAMIC)
+    batch, metrics = made.batch(1, Phases())
+    assert metrics["sampling/generated_batches"] == 2.0
+    assert batch.batch["reward_named/right"].tolist() == [0, 0, 1] * 2
+    made = sampler(Names({probe[3], probe[4]}), algorithm=DYNAMIC)  # the first batch names none
+    assert made.batch(1, Phases())[0].batch["reward_named/right"].tolist() == [0, 0, 1] * 2
+
+
 def test_remax_with_shuffled_rewards_takes_both_from_the_other_prompt() -> None:
     made = sampler(Scorer(set()), algorithm={"estimator": "remax"}, reward={"shuffle_control": True})
     batch, _ = made.batch(1, Phases())

@@ -119,6 +119,24 @@ def test_a_named_reward_that_is_missing_is_an_error_where_it_is_learned_from() -
         score(rolled_out(run), results, run)
 
 
+@pytest.mark.parametrize("kind", ["max_random", "max_min", "pow"])
+def test_policy_filtering_draws_no_response_without_a_score(kind: str) -> None:
+    run = config(algorithm={"pf_ppo": kind})
+    scored = score(rolled_out(run), [-1.0, -0.5, None, *[-1.0] * 9], run)
+    for step in range(20):
+        assert steps.policy_filter(scored, run, step).batch["scored"].all()
+
+
+def test_the_bounded_share_counts_what_was_cut_before_weights_are_normalised() -> None:
+    run = config(correction={"weights": "token", "weight_bounds": (0.0, 2.0), "normalise": True})
+    batch = score(rolled_out(run), [1.0] * 12, run)
+    old_BR = batch.batch["rollout_log_probs"] + torch.log(torch.tensor(1.5)) * batch.batch["response_mask"]
+    old_BR[0, 0] += 1.0  # a ratio of 4, cut to 2; the mean is above 1
+    batch = batch.union(DataProto({"old_log_probs": old_BR}, {}, {}))
+    _, metrics = steps.correct(batch, run.correction)
+    assert metrics["correction/bounded_share"] == pytest.approx(1 / batch.batch["response_mask"].sum().item())
+
+
 def test_two_lost_responses_are_not_a_group_of_their_own() -> None:
     run = config(reward={"max_failed_share": 0.5})
     uid = score(rolled_out(run), [None, None] + [1.0] * 10, run).non_tensor_batch["uid"]

@@ -19,8 +19,7 @@ def groups_with_spread(outcome_B: Tensor, group_B: Tensor) -> Tensor:
 
     The outcome is the score before shaping: shaping would make groups of equal answers look different.
     """
-    groups = Groups(outcome_B, group_B)
-    return groups.largest(groups.centred_B.abs()) > EQUAL
+    return Groups(outcome_B, group_B).range_B > EQUAL
 
 
 def pf_ppo_weights(score_B: Tensor, kind: str, power: float) -> Tensor:

@@ -85,9 +85,9 @@ class TrainingWorker(Worker):
         updates: list[Metrics] = []
         for _ in range(epochs):
             for mini in minis:
-                counts = torch.tensor(
-                    [mini.batch["response_mask"].sum(), float(len(mini))], dtype=torch.float64, device=self.device
-                )
+                tokens_B = mini.batch["response_mask"].sum(-1)
+                # Sequences of which nothing trains have left the denominators too.
+                counts = torch.stack([tokens_B.sum(), (tokens_B > 0).sum()]).to(self.device, torch.float64)
                 dist.all_reduce(counts)
                 counts /= self.config.engine.sequence_parallel_size  # ranks that share sequences have the same rows
                 mini, loss_function = loss_of(mini, *counts.tolist())

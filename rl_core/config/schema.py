@@ -328,11 +328,6 @@ class RunConfig(Section):
                 "algorithm.overlong_buffer do not reach; use actor.kl_loss_coef, or penalise length in the scorer",
             ),
             (
-                self.algorithm.overlong_buffer <= self.data.max_response_length,
-                f"algorithm.overlong_buffer={self.algorithm.overlong_buffer} is longer than any response: "
-                f"data.max_response_length={self.data.max_response_length}; set a part of it, such as a quarter",
-            ),
-            (
                 self.algorithm.allow_both_kl
                 or not (self.actor.kl_loss_coef > 0 and self.algorithm.kl_in_reward_coef > 0),
                 "KL is both in the loss (actor.kl_loss_coef) and in the reward (algorithm.kl_in_reward_coef); "

@@ -64,6 +64,7 @@ class ToolPartner:
 
     def __init__(self, partners: ToolPartners) -> None:
         self.all = partners
+        self.calls = 0
         self.toolbox: Toolbox | None = None
         self.environment: EnvironmentSession | None = None
 
@@ -89,9 +90,10 @@ class ToolPartner:
             messages = [*trajectory.row["prompt"], *opening.step.messages]
             where = "the prompt with the environment's messages"
             ids = encode_prompt(self.all.tokenizer, messages, where, self.toolbox.schemas)
-            trajectory.prompt_ids = ids
             if len(ids) > self.all.max_prompt_length:
                 trajectory.fail("prompt_length", f"{where} has {len(ids)} tokens, more than data.max_prompt_length")
+            else:
+                trajectory.prompt_ids = ids
 
     async def answer(self, trajectory: Trajectory) -> list[int] | None:
         """The tokens that follow the last turn; None when nobody answers it."""
@@ -124,7 +126,8 @@ class ToolPartner:
     async def _call(self, trajectory: Trajectory, calls: list[ToolCall]) -> list[Message]:
         """The answers of a turn's calls, which run at the same time."""
         trajectory.state = TrajectoryState.TOOL_CALLING
-        left = self.all.agent.max_tool_calls - len(trajectory.calls)
+        left = self.all.agent.max_tool_calls - self.calls
+        self.calls += len(calls)
         outcomes = await asyncio.gather(*(self._outcome(call, place < left) for place, call in enumerate(calls)))
         messages = []
         for call, outcome in zip(calls, outcomes, strict=True):

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.shaping import groups_with_spread, overlong_penalty, pf_ppo_weights, resample
 
 quick = settings(deadline=None, max_examples=40)
@@ -19,6 +20,19 @@ def test_groups_with_spread_are_those_whose_outcomes_differ() -> None:
     group_B = torch.tensor([0, 1, 2, 0, 1, 3, 3])
     outcome_B = torch.tensor([1.0, 0.5, 1.0, 1.0 + 1e-9, 0.25, 0.0, 1.0])
     assert groups_with_spread(outcome_B, group_B).tolist() == [False, True, False, False, True, True, True]
+
+
+@pytest.mark.parametrize("size", [3, 7, 8])
+def test_equal_outcomes_are_equal_whatever_their_mean_rounds_to(size: int) -> None:
+    """Eight times 0.8 have a mean in float32 that is not 0.8."""
+    outcome_B = torch.tensor([tenths / 10 for tenths in range(1, 100)]).repeat_interleave(size)
+    group_B = torch.arange(99).repeat_interleave(size)
+    assert not groups_with_spread(outcome_B, group_B).any()
+    for estimator in ("grpo", "rloo", "opo"):
+        advantages_BR, _ = ESTIMATORS.resolve(estimator).function(
+            outcome_B[:, None], torch.ones(len(outcome_B), 1), group_B
+        )
+        assert not advantages_BR.any(), estimator
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,8 @@
 """The actor's role on one rank, without a rollout engine: what it computes and what it trains on are one policy."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from support import LENGTHS, plain_log_probs, policy_engine, rows_of
 from rl_core.cluster.dispatch import Dispatch
 from rl_core.cluster.reward_model import RewardModelWorker
 from rl_core.cluster.worker import sampling_of
-from rl_core.cluster.workers import ActorRolloutRefWorker
+from rl_core.cluster.workers import ActorRolloutRefWorker, TrainingWorker
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.training.place import Place
@@ -120,3 +122,21 @@ def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Pa
         rows.batch["advantages"][place] = 1.0
         norm = worker.update_actor(rows)["grad_norm"]
         assert (norm > 1e-4) == bool(rows.batch["response_mask"][place]), place
+
+
+def test_sequences_of_which_nothing_trains_leave_the_denominators(place: Place) -> None:
+    config = RunConfig.model_validate(
+        {"data": {"train_batch_size": 4}, "actor": {"mini_batch_size": 4}, "rollout": {"n": 2}}
+    )
+    mask_BR = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0], *[[0.0, 0.0]] * 4])
+    seen: list[tuple[float, float]] = []
+    rows = DataProto({"response_mask": mask_BR}, {}, {})
+    engine = SimpleNamespace(train_mini_batch=lambda mini, loss: {"skipped_updates": 0.0})
+
+    def loss_of(mini: DataProto, tokens: float, sequences: float) -> tuple[DataProto, None]:
+        seen.append((tokens, sequences))
+        return mini, None
+
+    worker: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
+    TrainingWorker._train(worker, engine, rows, 1, loss_of)  # type: ignore[arg-type]
+    assert seen == [(4.0, 3.0)]

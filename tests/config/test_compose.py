@@ -120,7 +120,6 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("rollout={mode: async, ranks_per_node: 1, top_p: 0.9}", ["compare log-probs", "set rollout.top_p=1"]),
         ("rollout={mode: async, ranks_per_node: 1, log_probs: false}", ["set rollout.log_probs=true"]),
         ("evaluation.refusal_pattern='('", ["no regular expression", "evaluation.refusal_pattern (override)"]),
-        ("algorithm.overlong_buffer=9", ["longer than any response", "data.max_response_length (recipe demo)"]),
         ("actor.mini_batch_size=7", ["must divide", "data.train_batch_size (recipe demo)"]),
     ],
 )

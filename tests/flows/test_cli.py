@@ -59,5 +59,5 @@ def test_a_flow_run_that_is_started_again_keeps_its_rows(
     monkeypatch.setattr(preflight, "preflight", lambda *_, **__: None)
     monkeypatch.setattr(post_train.post_train, "fn", lambda *_, **options: seen.update(options) or {})
     home = tmp_path_factory.mktemp("home")
-    train.run_stages(attempts.Attempt(home, "0123456789", home / "attempt", number), "demo", [], None, None)
+    train.run_stages(attempts.Attempt(home, "0123456789", number), "demo", [], None, None)
     assert seen["keep_data"] == (number > 1)

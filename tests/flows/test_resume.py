@@ -17,6 +17,12 @@ from support_flows import COMMAND, SMALL, Result, environment, rollforward
 from rl_core.storage import Store
 
 RUN = ["run", "demo", "--run", "small", *SMALL]
+SLOW = [
+    "reward.function=support_rewards:slow_when_told",
+    "reward.timeout_s=90",
+    "warm_start.steps=0",
+    "trainer.grace_s=40",
+]
 
 
 def kill_tree(process: subprocess.Popen) -> None:
@@ -89,8 +95,7 @@ def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen]]:
     """A home folder, and a run in it whose second step takes longer than the tests."""
     home = tmp_path_factory.mktemp("slow")
-    scorer = ["reward.function=support_rewards:slow_when_told", "reward.timeout_s=90", "warm_start.steps=0"]
-    process = start(home, "step 1/6", [*RUN, *scorer, "trainer.grace_s=40"])
+    process = start(home, "step 1/6", [*RUN, *SLOW])
     (home / "slow").touch()
     try:
         yield home, process
@@ -101,7 +106,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subpr
 
 def test_two_processes_cannot_work_on_one_run(slow: tuple[Path, subprocess.Popen]) -> None:
     home, process = slow
-    second = rollforward(home, *RUN)
+    second = rollforward(home, *RUN, *SLOW)
     assert second.code == 2
     assert f"process {process.pid}" in second.output
 

@@ -17,7 +17,6 @@ from flows import attempts
 from flows.attempts import begin_attempt
 from flows.retrain import limited, plan_retraining
 from rl_core.config.compose import compose
-from rl_core.config.schema import StorageConfig
 from rl_core.data.identity import data_identity
 from rl_core.environment import Process, Service, prepare_environment, read_services, write_services
 from rl_core.errors import InputError, TrainingError, TransientError
@@ -105,7 +104,7 @@ def test_a_new_attempt_ends_the_earlier_one(second_attempt: Path, sleeper: subpr
 
 def test_what_an_attempt_decided_stands_on_other_machines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "WAITS_S", (0.0,))
-    storage = StorageConfig(root=str(tmp_path / "shared"))
+    config = compose("demo", [f"storage.root={tmp_path}/shared"]).config
     answers = iter([TransientError("MLflow is away"), {"stop_at": 1.5}])
 
     def decide() -> dict[str, Any]:
@@ -115,7 +114,7 @@ def test_what_an_attempt_decided_stands_on_other_machines_too(tmp_path: Path, mo
 
     for machine in (1, 2):
         attempt = attempts.Attempt(tmp_path / f"home {machine}", "a-flow-run", machine)
-        assert attempt.once(storage, decide) == {"stop_at": 1.5}
+        assert attempt.once(config, decide) == {"stop_at": 1.5}
 
 
 def test_attempts_have_an_end(second_attempt: Path, sleeper: subprocess.Popen) -> None:

@@ -79,6 +79,9 @@ def test_calls_turns_and_texts_have_limits(tiny_model: Path) -> None:
         tiny_model, [two, CALL, "1"], agent={"tools": ["calculator"], "max_tool_calls": 2, "max_tool_tokens": 200}
     )
     assert [status for _, status in calls(data)] == ["ok", "ok", "too_many"]
+    both = {"tools": ["calculator"], "environment": "tools_for_tests:Countdown", "max_tool_calls": 1}
+    data, _ = talk(tiny_model, ["a", CALL, CALL, "b"], agent=both, row={"turns": 2})
+    assert [status for _, status in calls(data)] == ["ok", "ok", "too_many", "ok"]
     data, _ = talk(tiny_model, [CALL, CALL, CALL], agent={"tools": ["calculator"], "max_turns": 2})
     assert data.non_tensor_batch["stop_reason"].tolist() == ["max_turns"] and data.batch["turns"].tolist() == [2]
     long = f'[calculator(x="{"9" * 40}")]'
@@ -131,6 +134,7 @@ def test_an_environment_that_fails_fails_the_trajectory(
     data, _ = talk(tiny_model, [turn, "b"], agent={"environment": "tools_for_tests:Countdown"}, row=row)
     assert data.non_tensor_batch["status"].tolist() == ["failed"]
     assert data.non_tensor_batch["stop_reason"].tolist() == [reason] and data.non_tensor_batch["detail"][0]
+    assert data.batch["prompt_length"].item() <= 24, "what is too long reaches no worker"
 
 
 def test_a_tool_that_cannot_be_created_fails_its_trajectory_alone(tiny_model: Path) -> None:

@@ -147,10 +147,10 @@ def test_what_a_killed_download_left_goes_with_the_next(
     sqlite_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = registry_with(sqlite_uri, tmp_path, {}, {})
-    dead, alive = (tmp_path / f"cache/versions/rollforward-{token}-x/model" for token in ("dead", "alive"))
+    dead, alive = (tmp_path / f"cache/versions/rollforward-{token}-x/model" for token in ("0" * 32, "1" * 32))
     for folder in (dead, alive):
         folder.mkdir(parents=True)
-    guardian = subprocess.Popen(["sleep", "60"], env={TOKEN: "guardian of alive", "PATH": os.environ["PATH"]})
+    guardian = subprocess.Popen(["sleep", "60"], env={TOKEN: f"guardian of {'1' * 32}", "PATH": os.environ["PATH"]})
     try:
         registry.local_folder("1", tmp_path / "cache")
         assert not dead.exists() and alive.is_dir()
