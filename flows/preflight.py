@@ -123,6 +123,13 @@ def preflight(composed: Composed, home: Path, going_on: bool = False) -> None:
     if config.reward.model.path:
         check_reward_model(config.reward.model.path)
     check_scorers(config.reward, {})
+    if not going_on and config.algorithm.overlong_buffer > config.data.max_response_length:
+        raise InputError(
+            f"a part of data.max_response_length={config.data.max_response_length}, such as a quarter",
+            f"{config.algorithm.overlong_buffer}, longer than any response: each would be too long",
+            "algorithm.overlong_buffer",
+            "set algorithm.overlong_buffer, or 0 for none",
+        )
     for source in config.data.sources:
         load_source(source.source)
     ESTIMATORS.resolve(config.algorithm.estimator)

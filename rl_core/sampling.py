@@ -41,6 +41,7 @@ class Sampler:
             spread_B = groups_with_spread(
                 batch.batch["token_level_scores"].sum(-1), group_index(list(batch.non_tensor_batch["uid"]))
             )
+            spread_B &= (batch.batch["response_mask"] > 0).any(-1)  # a prompt may have no baseline
             spread_B = spread_B.view(-1, self.config.rollout.n).any(1).repeat_interleave(self.config.rollout.n)
             useful.append(batch[spread_B])
             flat.append(batch[~spread_B])
@@ -52,7 +53,7 @@ class Sampler:
                 f"scores, {size // self.config.rollout.n} are needed: the data are too easy or too hard for the model "
                 "(algorithm.max_generated_batches, algorithm.when_too_few_groups)"
             )
-        generated = DataProto.concat(steps.with_the_same_rewards([*useful, *flat]))
+        generated = DataProto.concat(steps.with_the_same_rewards([*useful, *flat], self.config))
         batch = generated[:size]
         score = masked_mean(generated.batch["token_level_scores"].sum(-1), generated.batch["scored"].float()).item()
         metrics = {

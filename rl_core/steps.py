@@ -130,24 +130,35 @@ def _named_rewards(results: list[RewardResult], config: RunConfig) -> dict[str, 
     """
     scored = [result.named for result in results if result.score is not None]
     names = sorted({name for each in scored for name in each})
-    learned = "named_rewards" in ESTIMATORS.resolve(config.algorithm.estimator).needs
-    different = [each for each in scored if each.keys() != set(names)]
-    if learned and different:
+    _check_learned(names, [set(each) for each in scored], config)
+    return {f"{NAMED}{name}": torch.tensor([result.named.get(name, 0.0) for result in results]) for name in names}
+
+
+def _check_learned(names: Sequence[str], seen: Sequence[set[str]], config: RunConfig) -> None:
+    different = [each for each in seen if each != set(names)]
+    if different and "named_rewards" in ESTIMATORS.resolve(config.algorithm.estimator).needs:
         raise InputError(
             f"the rewards {', '.join(names)} for every response",
             f"{', '.join(sorted(different[0])) or 'none'} for one of them",
             f"the scorer (reward.function, or that of the rows' data_source) with {config.algorithm.estimator}",
             "return all names for every response, 0.0 for what does not apply",
         )
-    return {f"{NAMED}{name}": torch.tensor([result.named.get(name, 0.0) for result in results]) for name in names}
 
 
-def with_the_same_rewards(parts: list[DataProto]) -> list[DataProto]:
-    """The batches with all columns of named rewards that any of them has; 0 where one is missing."""
-    names = sorted({name for part in parts for name in part.batch if name.startswith(NAMED)})
+def with_the_same_rewards(parts: list[DataProto], config: RunConfig) -> list[DataProto]:
+    """The batches with all columns of named rewards that any of them has; 0 where one is missing.
+
+    Raises InputError where the estimator learns from them and one is missing.
+    """
+    found = [{name.removeprefix(NAMED) for name in part.batch if name.startswith(NAMED)} for part in parts]
+    names = sorted(set().union(*found))
+    scored = [each for part, each in zip(parts, found, strict=True) if part.batch["scored"].any()]
+    _check_learned(names, scored, config)
     return [
         DataProto(
-            {**dict.fromkeys(names, torch.zeros(len(part))), **part.batch}, part.non_tensor_batch, part.meta_info
+            {**{f"{NAMED}{name}": torch.zeros(len(part)) for name in names}, **part.batch},
+            part.non_tensor_batch,
+            part.meta_info,
         )
         for part in parts
     ]
@@ -271,6 +282,8 @@ def policy_filter(batch: DataProto, config: RunConfig, step: int) -> DataProto:
     if algorithm.pf_ppo == "none":
         return batch
     score_B, scored_B = batch.batch["token_level_scores"].sum(-1), batch.batch["scored"]
+    # Nor one whose prompt has no baseline; one that the correction rejected is as good as it was.
+    scored_B = scored_B & (batch.batch.get("sampled_mask", batch.batch["response_mask"]) > 0).any(-1)
     if not scored_B.any():
         return batch
     weight_B = torch.zeros_like(score_B)  # a response without a score is not drawn

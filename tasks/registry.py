@@ -184,7 +184,8 @@ class Registry:
                 self.set_alias(PREVIOUS, old)
             self._make_champion(new)
         moves = self.moves()
-        if not moves or moves[-1].version != new:  # also when an earlier attempt ended between alias and record
+        # Also when an earlier attempt ended between alias and record, but not for a rollback that has yet to move it.
+        if old != new if self._halfway(moves) else not moves or moves[-1].version != new:
             move = self._record(new, old if old != new else aliases.get(PREVIOUS), why)
             emit("rollforward.promoted", self.name, asdict(move))
         return old, new
@@ -197,7 +198,7 @@ class Registry:
         """
         aliases = self.aliases()
         old, new = aliases.get(CHAMPION), aliases.get(PREVIOUS)
-        if move := self._halfway(old, new):
+        if move := self._halfway(self.moves()):
             old, new = move.before, move.version
         if old is None or new is None or old == new:
             raise InputError(
@@ -207,18 +208,18 @@ class Registry:
                 fix="name the version that shall be champion: `rollforward promote VERSION`",
             )
         move = move or self._record(new, old, ROLLED_BACK)  # first, so that a repetition knows of it
-        self.set_tags(old, {"rolled_back": _now()})
         self.set_alias(PREVIOUS, old)
         self._make_champion(new)
+        self.set_tags(old, {"rolled_back": _now()})  # last: it is done
         emit("rollforward.rolled_back", self.name, asdict(move))
         return old, new
 
-    def _halfway(self, champion: str | None, previous: str | None) -> Move | None:
-        """The rollback that was recorded last, if it has not moved both aliases yet."""
-        moves = self.moves()
-        if not moves or moves[-1].why != ROLLED_BACK or champion != moves[-1].before:
+    def _halfway(self, moves: list[Move]) -> Move | None:
+        """The last move, if it is a rollback that has been recorded and was not done."""
+        if not moves or moves[-1].why != ROLLED_BACK:
             return None
-        return moves[-1] if previous in (moves[-1].before, moves[-1].version) else None
+        left = next((info for info in self.versions() if info.version == moves[-1].before), None)
+        return moves[-1] if left and left.tags.get("rolled_back", "") < moves[-1].at else None
 
     def promote_by_hand(
         self, version_or_alias: str, approve: bool = False, force: bool = False

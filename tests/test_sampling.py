@@ -12,7 +12,7 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import DataProto
 from rl_core.data.rows import make_row
-from rl_core.errors import TrainingError
+from rl_core.errors import InputError, TrainingError
 from rl_core.metrics import Phases
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.worker import RewardResult, failure
@@ -201,6 +201,9 @@ def test_a_prompt_whose_greedy_response_has_no_score_trains_nothing() -> None:
     assert rows_in(batch)[:N] == [first] * N
     assert not batch.batch["response_mask"][:N].any() and batch.batch["response_mask"][N:].any(-1).all()
     assert batch.batch["scored"].all(), "their own scores are there"
+    rows = set(order_of(sampler(Scorer(set())))[:3])
+    _, metrics = sampler(GreedyFails(rows), algorithm={"estimator": "remax", **DYNAMIC}).batch(1, Phases())
+    assert metrics["sampling/generated_batches"] == 2.0, "it is refilled as if its scores were equal"
 
 
 def test_generated_batches_may_have_different_named_rewards() -> None:
@@ -216,6 +219,17 @@ def test_generated_batches_may_have_different_named_rewards() -> None:
     assert batch.batch["reward_named/right"].tolist() == [0, 0, 1] * 2
     made = sampler(Names({probe[3], probe[4]}), algorithm=DYNAMIC)  # the first batch names none
     assert made.batch(1, Phases())[0].batch["reward_named/right"].tolist() == [0, 0, 1] * 2
+
+
+def test_a_reward_that_a_whole_batch_does_not_name_is_not_learned_as_0() -> None:
+    class Names(Scorer):
+        def one(self, text: str, row: int) -> RewardResult:
+            return RewardResult(1.0, "ok", named={"right": 1.0} if row in self.useful else {})
+
+    probe = order_of(sampler(Scorer(set())))
+    made = sampler(Names(set(probe[:2])), algorithm={"estimator": "gdpo", **DYNAMIC})
+    with pytest.raises(InputError, match="the rewards right for every response"):
+        made.batch(1, Phases())
 
 
 def test_remax_with_shuffled_rewards_takes_both_from_the_other_prompt() -> None:
