@@ -12,7 +12,7 @@ import yaml
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.deployments.runner import DeploymentApplyError, EntrypointType, RunnerDeployment
 from prefect.events import AutomationCore, DeploymentEventTrigger
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectException
 from prefect.flows import Flow, load_flow_from_entrypoint
@@ -94,9 +94,9 @@ def deploy(file: Path | None) -> list[tuple[str, str]]:
                 rows.append((f"deployment {name}", told))
                 automations += triggers
             rows += [(f"automation {one.name}", _apply_automation(client, one)) for one in automations]
-    except httpx.TimeoutException as error:
+    except httpx.TransportError as error:
         raise TransientError("the Prefect server does not answer: start it again, then deploy again") from error
-    except PrefectException as error:
+    except (PrefectException, DeploymentApplyError, httpx.HTTPStatusError, ValueError) as error:
         where, fix = str(file or DEPLOYMENTS), "change what the message speaks of"
         raise InputError("deployments that the server takes", str(error), where, fix) from error
     return rows

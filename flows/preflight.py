@@ -1,14 +1,11 @@
 """What is looked at before anything starts, so that a person's mistake costs seconds."""
 
 import os
-import ssl
 import threading
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
-from flows.services import call
+from flows.services import api_problem
 from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import cluster_problem, resolve_device
@@ -52,16 +49,10 @@ def check_cluster() -> None:
 
 def check_prefect() -> None:
     """InputError when nothing answers at PREFECT_API_URL, without which a flow cannot begin."""
-    url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
-    if not url:
-        return
-    try:
-        call(f"{url}/health")
-    except (OSError, ValueError, HTTPException) as error:
-        if isinstance(error, HTTPError) or isinstance(getattr(error, "reason", None), ssl.SSLError):
-            return  # an answer; Prefect's own client knows how to log in, and whom to trust
+    url = os.environ.get("PREFECT_API_URL", "")
+    if url and (problem := api_problem(url)):
         fix = "start it (`rollforward up`) or correct the address; unset, a run starts a server of its own"
-        raise InputError("a Prefect server that answers", str(error), f"PREFECT_API_URL={url}", fix) from error
+        raise InputError("a Prefect server that answers", problem, f"PREFECT_API_URL={url}", fix)
 
 
 def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:

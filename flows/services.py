@@ -3,20 +3,25 @@
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 import psutil
 
 from flows.ports import check_port
-from rl_core.environment import Process, Service, read_services, write_services
+from rl_core.environment import Process, Service, noted_services, read_services, write_services
 from rl_core.errors import InputError, TransientError
 from rl_core.guardian import is_guardian
 from tasks.tracking import local_tracking_uri
@@ -48,17 +53,23 @@ def up(
     Without ports 4200 and 5000 are taken. Raises InputError for a port that is in use, and TransientError for a
     service that does not come up, after ending what was started.
     """
-    services = read_services(home)
+    services, noted = read_services(home), noted_services(home)
     before = set(services)
-    mlflow = services["mlflow"].address if "mlflow" in services else _address(mlflow_port or 5000, "--mlflow-port")
-    if "prefect" in services:
-        api = services["prefect"].address
-    else:
-        api = _address(prefect_port or 4200, "--prefect-port") + "/api"
+
+    def address(name: str, port: int | None, default: int) -> str:
+        if name in services:
+            return services[name].address
+        # Where it was: the worker and runs that live on look for it there.
+        known = urlsplit(noted[name].address).port if name in noted else None
+        return _address(port or known or default, f"--{name}-port")
+
+    mlflow = address("mlflow", mlflow_port, 5000)
+    api = address("prefect", prefect_port, 4200).removesuffix("/api") + "/api"
+    own_name = f"rollforward-{uuid.uuid4().hex[:8]}"  # of an earlier worker the server says for 90 s that it is there
     commands = {
         "prefect": (["prefect", "server", "start", *_listen(api)], api),
         "mlflow": (["mlflow", "server", *_stores(home), *_listen(mlflow)], mlflow),
-        "worker": (["prefect", "worker", "start", "--pool", POOL, "--type", "process"], ""),
+        "worker": (["prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", own_name], ""),
     }
     # A shell that starts this in its background makes it ignore SIGINT, by which Prefect's worker ends itself.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,7 +82,7 @@ def up(
             tell(f"{name} answers at {services[name].address}")
         if "worker" not in before:
             services["worker"] = _start(home, "worker", *commands["worker"], _environment(home, api, mlflow, "worker"))
-        _wait("worker", services["worker"], partial(_works, api))
+            _wait("worker", services["worker"], partial(_works, api, own_name))
         tell("the worker takes flow runs")
     except BaseException:
         end([service.process for name, service in services.items() if name not in before])
@@ -196,12 +207,12 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _works(api: str) -> bool:
+def _works(api: str, name: str) -> bool:
     try:
         workers = call(f"{api}/work_pools/{POOL}/workers/filter", {})
     except OSError:  # the worker makes the pool
         return False
-    return any(worker["status"] == "ONLINE" for worker in workers)
+    return any(worker["name"] == name and worker["status"] == "ONLINE" for worker in workers)
 
 
 def _cancel_runs(api: str, tell: Callable[[str], None]) -> list[str]:
@@ -238,7 +249,18 @@ def find_server(address: str | None) -> str:
     if not api:
         fix = "start one with `rollforward up`, or name one with --server http://HOST:4200/api"
         raise InputError("a Prefect server", "none is known", "--server and PREFECT_API_URL", fix)
-    api = api if api.endswith("/api") else f"{api}/api"
-    if not _answers(f"{api}/health"):
-        raise InputError("a Prefect server that answers", "no answer", api, "start it, or correct --server")
+    api = api if urlsplit(api).path else f"{api}/api"
+    if problem := api_problem(api):
+        raise InputError("a Prefect server that answers", problem, api, "start it, or correct --server")
     return api
+
+
+def api_problem(api: str) -> str | None:
+    """Why no Prefect server answers there; None when one does, if only that somebody has to log in or is not trusted:
+    Prefect's own client knows how."""
+    try:
+        call(f"{api.rstrip('/')}/health")
+    except (OSError, ValueError, HTTPException) as error:
+        answers = isinstance(error, HTTPError) or isinstance(getattr(error, "reason", None), ssl.SSLError)
+        return None if answers else str(error) or type(error).__name__
+    return None

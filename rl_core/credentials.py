@@ -7,14 +7,16 @@ from typing import Any
 # What comes before `@host`. A variable such as $PASSWORD is no secret, and a name alone is one on the web only: it is
 # the container of abfs://container@account, the user of sftp://user@host.
 _USER = re.compile(
-    r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/?#\"]*:[^\s/?#\"]*@))"
+    r"(?i)(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/?#\"]*:[^\s/?#\"]*@))"
     r"(?!(?:[^\s/?#@:]*:)?\$(?:\w+|\{\w+\})@)[^\s/?#\"]+@"
 )
-_QUERY = re.compile(
-    r"(?i)([?&](?:x-amz-(?:signature|credential|security-token)|awsaccesskeyid|sig(?:nature)?|(?:access_)?token|"
-    r"(?:api[_-]?)?key|password|secret)=)(?!\$)[^\s&#\"']+"
+_SECRET = r"[\w.-]*(?:token|passw(?:or)?d|(?<![a-z])pass|secret|key|credential|signature|authorization)"
+"""Ends of names that secrets go by."""
+_QUERY = re.compile(rf"(?i)([?&](?:{_SECRET}|{_SECRET}id|sig|[\w.-]*auth)=)(?!\$)[^\s&#\"']+")
+_OPTION = re.compile(
+    rf"(?i)(?:--?{_SECRET}[=\s]\s*|(?<![\w.-]){_SECRET}\s*[=:]\s*(?!(?:bearer|basic)\b)|\b(?:bearer|basic)\s+)"
+    r"['\"]?(?![\s$'\"])"
 )
-_OPTION = re.compile(r"(?i)(?:[\w-]*(?:token|passw(?:or)?d|secret|api[_-]?key)[=\s]\s*|\bbearer\s+)['\"]?(?![\s$'\"])")
 
 ADDRESSES = (
     "PREFECT_API_URL",

@@ -59,17 +59,21 @@ class Service:
     log: str
 
 
-def read_services(home: Path) -> dict[str, Service]:
-    """The services that `rollforward up` has started and that still run, by name; empty when there are none."""
+def noted_services(home: Path) -> dict[str, Service]:
+    """The services that `rollforward up` has started, by name, though some may have ended by themselves."""
     try:
         text = (home / SERVICES).read_text()
     except FileNotFoundError:
         return {}
-    found = {
+    return {
         name: Service(Process(**entry["process"]), entry["address"], entry["log"])
         for name, entry in json.loads(text).items()
     }
-    return {name: service for name, service in found.items() if service.process.find()}
+
+
+def read_services(home: Path) -> dict[str, Service]:
+    """Those of them that still run; empty when there are none."""
+    return {name: service for name, service in noted_services(home).items() if service.process.find()}
 
 
 def write_services(home: Path, services: dict[str, Service]) -> None:

@@ -140,11 +140,13 @@ def _headline(summary: Mapping[str, float | None]) -> list[dict[str, str]]:
         before, after = summary.get(f"{kind}_before"), summary.get(f"{kind}_after")
         if after is None:
             continue
-        tile = {"title": f"{kind.capitalize()} score", "text": text, "after": _score(after), "before": "", "gain": ""}
+        share = _is_share(after) and (before is None or _is_share(before))  # one unit for both
+        shown = _score if share else "{:.3f}".format
+        tile = {"title": f"{kind.capitalize()} score", "text": text, "after": shown(after), "before": "", "gain": ""}
         if before is not None:
             gain = after - before
-            points = f"{abs(gain) * 100:.1f} points" if _is_share(before) and _is_share(after) else f"{abs(gain):.3f}"
-            tile |= {"before": _score(before), "gain": f"{'▲' if gain >= 0 else '▼'} {points}"}
+            points = f"{abs(gain) * 100:.1f} points" if share else f"{abs(gain):.3f}"
+            tile |= {"before": shown(before), "gain": f"{'▲' if gain >= 0 else '▼'} {points}"}
             tile["mood"] = "right" if gain >= 0 else "wrong"
         tiles.append(tile)
     return tiles

@@ -64,7 +64,8 @@ class Status(BaseModel):
             return time.time() - self.beat < SILENT_S
         try:
             # A number is given again to later processes.
-            return psutil.Process(self.pid).create_time() <= self.beat + 1
+            process = psutil.Process(self.pid)
+            return process.create_time() <= self.beat + 1 and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, ValueError, OverflowError):
             return False
 

@@ -3,6 +3,7 @@
 MLflow is imported inside functions so that `quiet_mlflow` can set its environment first.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ _ATTEMPT_TAG = "rollforward.attempt"
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
+_NAME_LENGTH = 250
 _CALLER_MISTAKES = {
     "INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE", "BAD_REQUEST",
     "PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED",
@@ -330,9 +332,18 @@ def _batches(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Any], 
 
 
 def _metrics(record: Mapping[str, Any]) -> list[Any]:
-    """A record's metrics with its marker; characters that MLflow forbids in names become `_`."""
+    """A record's metrics with its marker; names that MLflow forbids are changed."""
     from mlflow.entities import Metric
 
     values = {**record["metrics"], STEP_METRIC: record["step"]}
     time_ms = int(record["time"] * 1000)
-    return [Metric(re.sub(r"[^\w\-. :/]", "_", n), float(v), time_ms, record["step"]) for n, v in values.items()]
+    return [Metric(_name(name), float(value), time_ms, record["step"]) for name, value in values.items()]
+
+
+def _name(name: str) -> str:
+    """A name that MLflow takes: it is a path of plain parts, and not too long."""
+    parts = [part for part in re.sub(r"[^\w\-. :/]", "_", name).split("/") if part.strip(".")]
+    plain = "/".join(parts)
+    if len(plain) <= _NAME_LENGTH:
+        return plain
+    return f"{plain[: _NAME_LENGTH - 9]}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"

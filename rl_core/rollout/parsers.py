@@ -192,6 +192,10 @@ def _call(name: Any, arguments: dict[str, Any]) -> ToolCall:
         return _broken("it has no valid name")
     if _deeper(arguments, MAX_DEPTH):
         return _broken("its arguments are nested too deeply")
+    try:
+        json.dumps(arguments)  # as they are kept and sent; Python writes no integer of more than 4,300 digits
+    except ValueError:
+        return _broken("a number among its arguments is too long")
     return ToolCall(name, arguments)
 
 
@@ -238,7 +242,7 @@ def _until(text: str, start: int, token: str) -> tuple[str, int]:
     return text[start:end], end + len(token)
 
 
-def _convert(key: str, text: str, schema: dict[str, Any]) -> Any:
+def _convert(key: str, text: str, schema: Any) -> Any:
     """The value of a parameter that is written as bare text; without a declared type it is text, list or object."""
     types = _declared(schema) or {"string", "object", "array"}
     word = text.strip().lower()
@@ -253,7 +257,9 @@ def _convert(key: str, text: str, schema: dict[str, Any]) -> Any:
     raise ValueError(f"parameter {key} is no {' or '.join(sorted(types))}")
 
 
-def _declared(schema: dict[str, Any]) -> set[str]:
+def _declared(schema: Any) -> set[str]:
+    if not isinstance(schema, dict) or "$ref" in schema:  # `true`, or what is declared elsewhere: any value
+        return {"string", *_TYPES}
     kind = schema.get("type", [])
     types = {kind} if isinstance(kind, str) else set(kind)
     return types.union(*(_declared(option) for name in ("anyOf", "oneOf") for option in schema.get(name, [])))

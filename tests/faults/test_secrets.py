@@ -194,6 +194,11 @@ def test_commands_on_it_tell_none(ran: Ran, words: tuple[str, ...]) -> None:
         f"agent.mcp_servers=['{URL}']", f"agent.mcp_servers=['https://host/mcp?api_key={WORD}']",
         f"agent.mcp_servers=['words --api-key {WORD}']", f"agent.mcp_servers=[env TOKEN={WORD} words]",
         f"agent.mcp_servers='words --header \"Authorization: Bearer {WORD}\"'", f"reward.judge.key_env=sk-{WORD}",
+        f"agent.mcp_servers=[env AWS_SECRET_ACCESS_KEY={WORD} words]", f"agent.mcp_servers=[env DB_PASS={WORD} words]",
+        f"agent.mcp_servers=['https://host/mcp?wordsApiKey={WORD}']", f"agent.mcp_servers=[words --access-key {WORD}]",
+        f"agent.mcp_servers='words --header \"X-Api-Key: {WORD}\"'", f"agent.mcp_servers=['HTTPS://{WORD}@host/mcp']",
+        f"agent.mcp_servers='words --header \"Authorization: Basic {WORD}\"'",
+        f"agent.mcp_servers=['https://host/mcp?client_secret={WORD}']",
     ],
 )  # fmt: skip
 def test_a_setting_with_credentials_is_refused_and_not_shown(
@@ -209,7 +214,11 @@ def test_a_setting_with_credentials_is_refused_and_not_shown(
 
 
 def test_a_variable_is_no_credential() -> None:
-    for setting in ("http://me:$WORDS_KEY@host/mcp", "http://host/mcp?token=${WORDS_KEY}", "words --token $WORDS_KEY"):
+    for setting in (
+        "http://me:$WORDS_KEY@host/mcp", "http://host/mcp?token=${WORDS_KEY}", "words --token $WORDS_KEY",
+        'words --header "Authorization: Bearer $WORDS_KEY"', "env WORDS_KEY=$WORDS_KEY words", "monkey run --keys=2",
+        "http://host/mcp?max_tokens=5",
+    ):  # fmt: skip
         assert compose("demo", [f"agent.mcp_servers=['{setting}']"]).config.agent.mcp_servers == (setting,)
 
 

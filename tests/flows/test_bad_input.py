@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from support_flows import rollforward
 
+from flows.ports import check_port
 from flows.preflight import check_cluster, check_prefect, preflight
 from rl_core.config.compose import compose
 from rl_core.errors import InputError
@@ -112,6 +113,11 @@ def test_a_port_in_use(home: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert str(port) in refused(home, "ui", "--port", str(port))
+
+
+def test_a_port_that_is_none() -> None:
+    with pytest.raises(InputError, match="--mlflow-port 70000"):
+        check_port(70000, "--mlflow-port")
 
 
 @pytest.mark.parametrize("fault", ["missing", "empty", "column", "long"])

@@ -155,6 +155,13 @@ def test_up_again_starts_nothing(place: Place) -> None:
     assert "all ran already" in again.output and read_services(place.home) == services
 
 
+def test_a_service_that_died_comes_back_where_the_others_look_for_it(place: Place) -> None:
+    (process := read_services(place.home)["mlflow"].process.find()).kill()
+    process.wait(10)
+    assert rollforward(place.home, "up").code == 0
+    assert read_services(place.home)["mlflow"].address == place.mlflow
+
+
 def test_an_overlapping_training_is_refused_by_name(place: Place, first: dict[str, Any]) -> None:
     done, run = place.deployment_run("retrain/retrain-nightly", {"overrides": TINY})
     assert done.code != 0 and run["state_type"] == "CANCELLED", done.output

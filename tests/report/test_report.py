@@ -126,6 +126,8 @@ def test_scores_that_are_no_shares_and_answers_without_score() -> None:
     text = " ".join(Page(html).text.split())
     assert "Greedy score 90.0 %" in text and "-1.500 → 2.250 ▲ 3.750" in text
     assert "≈ 0.5" in text and "–" in text
+    html = render_report(RUN, [], [], {"greedy_before": -0.6, "greedy_after": 0.4})
+    assert "-0.600 → 0.400 ▲ 1.000" in " ".join(Page(html).text.split()), "both in one unit"
 
 
 def test_scoring_is_told_by_source() -> None:

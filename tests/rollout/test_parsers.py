@@ -22,6 +22,8 @@ SCHEMAS = {
             "object": {"type": "object"},
             "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
             "either": {"type": ["string", "null"]},
+            "any": True,
+            "other": {"anyOf": [{"$ref": "#/$defs/Other"}, {"type": "null"}]},
         },
     }
 }
@@ -163,6 +165,7 @@ def test_a_turn_without_calls_is_its_text(form: str, text: str) -> None:
         ("pythonic", "[add(a=1)" + " " * 100_000 + "]", "longer than"),
         ("pythonic", "[add(a=" + "-" * 3000 + "1)]", "too deeply"),
         ("pythonic", "[add(a='\0')]", "null bytes"),
+        ("pythonic", f"[add(a=[0x{'F' * 4000}])]", "a number among its arguments is too long"),
         *(
             ("pythonic", f"[add(a={value})]", "arguments are numbers")
             for value in (
@@ -214,6 +217,7 @@ def test_after_a_call_and_a_semicolon_there_is_a_call_or_nothing() -> None:
         ("yes", "False", False), ("text", "3", "3"), ("text", "null", "null"), ("text", "\n3\n", "\n3\n"),
         ("text", "", ""), ("list", "[1, 2]", [1, 2]), ("object", '{"a": [null]}', {"a": [None]}), ("maybe", "3", 3),
         ("maybe", "None", None), ("either", "null", None), ("either", "3", "3"), ("unknown", "3", "3"),
+        ("any", "2", 2), ("any", "red", "red"), ("other", "red", "red"), ("other", "None", None), ("other", "2", 2),
         ("unknown", '{"a": 1}', {"a": 1}), ("unknown", "[1", "[1"), ("unknown", "[1] [2]", "[1] [2]"),
     ],
 )  # fmt: skip

@@ -109,6 +109,10 @@ def test_a_killed_process_has_stopped(store: Store) -> None:
     alive = soon(store, stage="train")
     assert alive.pid == child.pid and alive.state_now == "running"
     child.kill()
+    end = time.monotonic() + 10
+    while alive.state_now == "running" and time.monotonic() < end:
+        time.sleep(0.05)
+    assert alive.state_now == "stopped", "though nobody has asked yet how it ended"
     child.wait()
     assert alive.state_now == "stopped"
 

@@ -91,6 +91,20 @@ def test_names_that_mlflow_forbids_and_nan(sqlite_uri: str, tmp_path: Path) -> N
     assert tracker.flush(of([record(1, **{"val/pass@4#x": 0.5, "kl": math.nan})])) == 1
     assert history(tracker, "val/pass_4_x") == [(1, 0.5)]
     assert math.isnan(history(tracker, "kl")[0][1])
+    odd = {
+        "named/format//mean": 1.0,
+        "/named/../tests/.": 2.0,
+        f"named/{'x' * 300}/mean": 3.0,
+        f"named/{'x' * 301}": 4.0,
+    }
+    assert tracker.flush(of([record(2, **odd)])) == 1
+    assert history(tracker, "named/format/mean") == [(2, 1.0)] and history(tracker, "named/tests") == [(2, 2.0)]
+    kept = [name for name in tracker_metrics(sqlite_uri, tracker) if name.startswith("named/xxx")]
+    assert len(kept) == 2 and all(len(name) == 250 for name in kept)
+
+
+def tracker_metrics(uri: str, tracker: Tracker) -> list[str]:
+    return sorted(mlflow_client(uri).get_run(tracker.run_id).data.metrics)
 
 
 def test_config_can_be_logged_again_and_never_conflicts(sqlite_uri: str, tmp_path: Path) -> None:
