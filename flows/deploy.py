@@ -97,6 +97,10 @@ def deploy(file: Path | None) -> list[tuple[str, str]]:
     except httpx.TransportError as error:
         raise TransientError("the Prefect server does not answer: start it again, then deploy again") from error
     except (PrefectException, DeploymentApplyError, httpx.HTTPStatusError, ValueError) as error:
+        cause = error if isinstance(error, httpx.HTTPStatusError) else error.__cause__
+        broken = isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code >= 500
+        if broken or isinstance(cause, httpx.TransportError):
+            raise TransientError(f"the Prefect server has failed: {error}") from error
         where, fix = str(file or DEPLOYMENTS), "change what the message speaks of"
         raise InputError("deployments that the server takes", str(error), where, fix) from error
     return rows

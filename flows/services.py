@@ -50,8 +50,8 @@ def up(
 ) -> dict[str, Service]:
     """The services of the home folder, those that were missing started; returns when all of them answer.
 
-    Without ports 4200 and 5000 are taken. Raises InputError for a port that is in use, and TransientError for a
-    service that does not come up, after ending what was started.
+    Without ports those of before are taken, at first 4200 and 5000. Raises InputError for a port that is in use, and
+    TransientError for a service that does not come up, after ending what was started.
     """
     services, noted = read_services(home), noted_services(home)
     before = set(services)
@@ -59,6 +59,8 @@ def up(
     def address(name: str, port: int | None, default: int) -> str:
         if name in services:
             return services[name].address
+        if name in noted:
+            _end_rest(home, noted[name])
         # Where it was: the worker and runs that live on look for it there.
         known = urlsplit(noted[name].address).port if name in noted else None
         return _address(port or known or default, f"--{name}-port")
@@ -82,7 +84,7 @@ def up(
             tell(f"{name} answers at {services[name].address}")
         if "worker" not in before:
             services["worker"] = _start(home, "worker", *commands["worker"], _environment(home, api, mlflow, "worker"))
-            _wait("worker", services["worker"], partial(_works, api, own_name))
+        _wait("worker", services["worker"], partial(_works, api, own_name if "worker" not in before else None))
         tell("the worker takes flow runs")
     except BaseException:
         end([service.process for name, service in services.items() if name not in before])
@@ -154,6 +156,16 @@ def call(url: str, body: Mapping[str, Any] | None = None, timeout: float = 10.0)
         return json.loads(answer.read())
 
 
+def _end_rest(home: Path, service: Service) -> None:
+    """Ends what a service that has died left behind; it may hold the port."""
+    rest = []
+    for process in leftovers(home):
+        with suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == service.process.pid:
+                rest.append(Process.of(process.pid))
+    end(rest)
+
+
 def _address(port: int, option: str) -> str:
     check_port(port, option)
     return f"http://127.0.0.1:{port}"
@@ -207,12 +219,13 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _works(api: str, name: str) -> bool:
+def _works(api: str, name: str | None) -> bool:
+    """Whether the worker of this name, or any one, asks for flow runs."""
     try:
         workers = call(f"{api}/work_pools/{POOL}/workers/filter", {})
     except OSError:  # the worker makes the pool
         return False
-    return any(worker["name"] == name and worker["status"] == "ONLINE" for worker in workers)
+    return any(worker["status"] == "ONLINE" and name in (None, worker["name"]) for worker in workers)
 
 
 def _cancel_runs(api: str, tell: Callable[[str], None]) -> list[str]:
@@ -249,7 +262,7 @@ def find_server(address: str | None) -> str:
     if not api:
         fix = "start one with `rollforward up`, or name one with --server http://HOST:4200/api"
         raise InputError("a Prefect server", "none is known", "--server and PREFECT_API_URL", fix)
-    api = api if urlsplit(api).path else f"{api}/api"
+    api = api if "api" in urlsplit(api).path.split("/") else f"{api}/api"
     if problem := api_problem(api):
         raise InputError("a Prefect server that answers", problem, api, "start it, or correct --server")
     return api
@@ -261,6 +274,7 @@ def api_problem(api: str) -> str | None:
     try:
         call(f"{api.rstrip('/')}/health")
     except (OSError, ValueError, HTTPException) as error:
-        answers = isinstance(error, HTTPError) or isinstance(getattr(error, "reason", None), ssl.SSLError)
+        answers = isinstance(error, HTTPError) and error.code in (401, 403, 407)
+        answers = answers or isinstance(getattr(error, "reason", None), ssl.SSLError)
         return None if answers else str(error) or type(error).__name__
     return None

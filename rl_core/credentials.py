@@ -10,12 +10,17 @@ _USER = re.compile(
     r"(?i)(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/?#\"]*:[^\s/?#\"]*@))"
     r"(?!(?:[^\s/?#@:]*:)?\$(?:\w+|\{\w+\})@)[^\s/?#\"]+@"
 )
-_SECRET = r"[\w.-]*(?:token|passw(?:or)?d|(?<![a-z])pass|secret|key|credential|signature|authorization)"
-"""Ends of names that secrets go by."""
-_QUERY = re.compile(rf"(?i)([?&](?:{_SECRET}|{_SECRET}id|sig|[\w.-]*auth)=)(?!\$)[^\s&#\"']+")
+_SECRET = (
+    r"[\w.-]*(?:token|passw(?:or)?d|(?<![a-z])pass|secret|(?:(?<![a-z])|api|access|secret|private)key|credential|signature)"
+)
+"""Names that secrets go by."""
+_QUERY = re.compile(
+    rf"(?i)([?&](?:{_SECRET}|{_SECRET}id|sig|(?:[\w.-]*[._-])?auth(?:orization)?)=)"
+    r"(?!\$|(?:true|false|none|[01])(?![^&#]))[^\s&#\"']+"
+)
 _OPTION = re.compile(
-    rf"(?i)(?:--?{_SECRET}[=\s]\s*|(?<![\w.-]){_SECRET}\s*[=:]\s*(?!(?:bearer|basic)\b)|\b(?:bearer|basic)\s+)"
-    r"['\"]?(?![\s$'\"])"
+    rf"(?i)(?:--?{_SECRET}[=\s]\s*|(?<![\w./-]){_SECRET}\s*(?:=|:(?!/))\s*|"
+    r"(?<![\w./-])[\w.-]*authorization\s*[=:]\s*['\"]?+(?:[\w-]+\s+)?+|\bbearer\s+)['\"]?(?![\s$'\"])"
 )
 
 ADDRESSES = (

@@ -185,7 +185,7 @@ class Registry:
             self._make_champion(new)
         moves = self.moves()
         # Also when an earlier attempt ended between alias and record, but not for a rollback that has yet to move it.
-        if old != new if self._halfway(moves) else not moves or moves[-1].version != new:
+        if old != new if self._halfway(moves, old) else not moves or moves[-1].version != new:
             move = self._record(new, old if old != new else aliases.get(PREVIOUS), why)
             emit("rollforward.promoted", self.name, asdict(move))
         return old, new
@@ -198,7 +198,7 @@ class Registry:
         """
         aliases = self.aliases()
         old, new = aliases.get(CHAMPION), aliases.get(PREVIOUS)
-        if move := self._halfway(self.moves()):
+        if move := self._halfway(self.moves(), old):
             old, new = move.before, move.version
         if old is None or new is None or old == new:
             raise InputError(
@@ -210,13 +210,13 @@ class Registry:
         move = move or self._record(new, old, ROLLED_BACK)  # first, so that a repetition knows of it
         self.set_alias(PREVIOUS, old)
         self._make_champion(new)
-        self.set_tags(old, {"rolled_back": _now()})  # last: it is done
+        self.set_tags(old, {"rolled_back": max(_now(), move.at)})  # last: it is done; clocks may differ
         emit("rollforward.rolled_back", self.name, asdict(move))
         return old, new
 
-    def _halfway(self, moves: list[Move]) -> Move | None:
+    def _halfway(self, moves: list[Move], champion: str | None) -> Move | None:
         """The last move, if it is a rollback that has been recorded and was not done."""
-        if not moves or moves[-1].why != ROLLED_BACK:
+        if not moves or moves[-1].why != ROLLED_BACK or champion not in (moves[-1].before, moves[-1].version):
             return None
         left = next((info for info in self.versions() if info.version == moves[-1].before), None)
         return moves[-1] if left and left.tags.get("rolled_back", "") < moves[-1].at else None

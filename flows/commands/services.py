@@ -12,8 +12,12 @@ def register(commands: Commands) -> None:
     """Adds the commands."""
     text = "Start a Prefect server, a worker and an MLflow server on this machine, those that do not run yet."
     sub = add_command(commands, "up", up, text)
-    sub.add_argument("--prefect-port", type=int, metavar="P", help="port of Prefect's server (default: 4200)")
-    sub.add_argument("--mlflow-port", type=int, metavar="P", help="port of MLflow's server (default: 5000)")
+    sub.add_argument(
+        "--prefect-port", type=int, metavar="P", help="port of Prefect's server (default: that of before, or 4200)"
+    )
+    sub.add_argument(
+        "--mlflow-port", type=int, metavar="P", help="port of MLflow's server (default: that of before, or 5000)"
+    )
     add_command(commands, "down", down, "Cancel the flow runs of this machine and end what `up` has started.")
     text = "Put work pool, deployments, schedules and automations on a Prefect server; what is there is updated."
     sub = add_command(commands, "deploy", deploy, text)

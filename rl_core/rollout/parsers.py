@@ -258,8 +258,10 @@ def _convert(key: str, text: str, schema: Any) -> Any:
 
 
 def _declared(schema: Any) -> set[str]:
-    if not isinstance(schema, dict) or "$ref" in schema:  # `true`, or what is declared elsewhere: any value
+    if not isinstance(schema, dict):  # `true`: any value
         return {"string", *_TYPES}
+    if "$ref" in schema:  # declared elsewhere, such as the names of an enumeration
+        return {"string", "object", "array"}
     kind = schema.get("type", [])
     types = {kind} if isinstance(kind, str) else set(kind)
     return types.union(*(_declared(option) for name in ("anyOf", "oneOf") for option in schema.get(name, [])))

@@ -217,7 +217,9 @@ def test_a_variable_is_no_credential() -> None:
     for setting in (
         "http://me:$WORDS_KEY@host/mcp", "http://host/mcp?token=${WORDS_KEY}", "words --token $WORDS_KEY",
         'words --header "Authorization: Bearer $WORDS_KEY"', "env WORDS_KEY=$WORDS_KEY words", "monkey run --keys=2",
-        "http://host/mcp?max_tokens=5",
+        "http://host/mcp?max_tokens=5", 'words --header "Authorization: Token $WORDS_KEY"', "words --hotkey F1",
+        'env AUTHORIZATION="Bearer $WORDS_KEY" words', "words --mode basic --x", "docker run -i mcp/api-key:latest",
+        "docker run -v /home/me/.secret:/x words", "http://host/mcp?use_auth=true", "https://vault-secret:8200/mcp",
     ):  # fmt: skip
         assert compose("demo", [f"agent.mcp_servers=['{setting}']"]).config.agent.mcp_servers == (setting,)
 

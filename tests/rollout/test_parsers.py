@@ -217,7 +217,7 @@ def test_after_a_call_and_a_semicolon_there_is_a_call_or_nothing() -> None:
         ("yes", "False", False), ("text", "3", "3"), ("text", "null", "null"), ("text", "\n3\n", "\n3\n"),
         ("text", "", ""), ("list", "[1, 2]", [1, 2]), ("object", '{"a": [null]}', {"a": [None]}), ("maybe", "3", 3),
         ("maybe", "None", None), ("either", "null", None), ("either", "3", "3"), ("unknown", "3", "3"),
-        ("any", "2", 2), ("any", "red", "red"), ("other", "red", "red"), ("other", "None", None), ("other", "2", 2),
+        ("any", "2", 2), ("any", "red", "red"), ("other", "red", "red"), ("other", "None", None), ("other", "2", "2"),
         ("unknown", '{"a": 1}', {"a": 1}), ("unknown", "[1", "[1"), ("unknown", "[1] [2]", "[1] [2]"),
     ],
 )  # fmt: skip
