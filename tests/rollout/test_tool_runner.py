@@ -129,7 +129,7 @@ def test_calls_run_at_the_same_time_over_all_processes() -> None:
         return toolbox.call("nap", {"seconds": seconds})
 
     seconds, pids = with_tools(config("nap", tool_processes=4), work)
-    assert 1.2 <= seconds < 1.9
+    assert 1.2 <= seconds < 3, "one after the other they take 4.8 s"
     assert str(os.getpid()) not in pids
 
 

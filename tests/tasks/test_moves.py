@@ -88,7 +88,15 @@ def test_of_two_promotions_at_once_one_wins_and_the_other_is_told(
     registry = registry_with(sqlite_uri, tmp_path, {}, {}, {})
     registry.promote("1")
     registry.set_alias("previous", "1")  # of two that make an alias at once, one is refused at once
-    barrier, set_alias = threading.Barrier(2), Registry.set_alias
+    barrier, set_alias, aliases = threading.Barrier(2), Registry.set_alias, Registry.aliases
+    reads = threading.local()
+
+    def seen_by_both(self: Registry) -> dict[str, str]:
+        found = aliases(self)
+        reads.count = getattr(reads, "count", 0) + 1
+        if reads.count <= 2:  # that of the version, and that of the champion of before
+            barrier.wait(30)
+        return found
 
     def together(self: Registry, alias: str, version: str) -> None:
         set_alias(self, alias, version)
@@ -96,6 +104,7 @@ def test_of_two_promotions_at_once_one_wins_and_the_other_is_told(
             barrier.wait(30)
 
     monkeypatch.setattr(Registry, "set_alias", together)
+    monkeypatch.setattr(Registry, "aliases", seen_by_both)
     ended: dict[str, Any] = {}
 
     def promote(version: str) -> None:
