@@ -185,7 +185,8 @@ class Registry:
             self._make_champion(new)
         moves = self.moves()
         # Also when an earlier attempt ended between alias and record, but not for a rollback that has yet to move it.
-        if old != new if self._halfway(moves, old) else not moves or moves[-1].version != new:
+        recorded = old == new if self._halfway(moves, old) else bool(moves) and moves[-1].version == new
+        if not recorded:
             move = self._record(new, old if old != new else aliases.get(PREVIOUS), why)
             emit("rollforward.promoted", self.name, asdict(move))
         return old, new
