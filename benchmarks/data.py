@@ -21,7 +21,8 @@ from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
 from rl_core.data.store import GROUP_ROWS, PART_ROWS, SCHEMA, part_name, part_writer
 from rl_core.models.tiny import build_tokenizer
-from rl_core.storage import Store
+from rl_core.storage import run_files
+from rl_core.storage.store import Store
 
 BATCHES, BATCH = 200, 64
 QUESTION = "a problem of a few lines with some numbers in it and a question at its end " * 3
@@ -58,7 +59,7 @@ def _texts(before: str, index: pa.StringArray, after: str) -> pa.StringArray:
 def draw(url: str) -> dict[str, float]:
     """Draws the batches in this process; {peak_mb, ms}: memory above what was taken before, and time a batch."""
     store, tokenizer = Store(url), build_tokenizer()
-    manifest = store.read_manifest("data")
+    manifest = store.read_manifest(run_files.DATA)
     assert manifest is not None
     before, start = _memory("VmRSS"), time.perf_counter()
     rows = RLHFDataset.load(store, "train", tokenizer)

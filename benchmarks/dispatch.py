@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rl_core.environment import prepare_environment
+from flows.home import prepare_environment
 
 HOME = Path(tempfile.mkdtemp(prefix="rfd"))
 prepare_environment(HOME)

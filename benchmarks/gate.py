@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.config.gate import GateConfig
-from rl_core.gate import decide
+from rl_core.evaluation.gate import decide
 
 ROWS = (50, 200, 1000)
 EFFECTS = (0.0, 0.02, 0.05, 0.1)

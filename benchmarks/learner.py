@@ -1,7 +1,7 @@
 """Trains an untrained tiny model to repeat four digits with each algorithm, and one to use a tool, through the real
 trainer.
 
-`rl_core.environment.prepare_environment` must have run before this module is imported.
+`flows.home.prepare_environment` must have run before this module is imported.
 """
 
 import statistics
@@ -11,24 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.cluster.base_worker import Worker
 from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.cluster.placement import reserve
 from rl_core.cluster.resources import ray_session, resource_pools
 from rl_core.cluster.roles import Roles, start_groups
-from rl_core.cluster.worker import Worker
-from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker
+from rl_core.cluster.training_workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.prepare import prepare_data
-from rl_core.metrics import Metrics
+from rl_core.data.protocol import Metrics
 from rl_core.models.load import load_tokenizer, stop_tokens
 from rl_core.models.tiny import save_tiny_model
-from rl_core.rollout.partners import chat_template
-from rl_core.rollout.tool_runner import tool_schemas
-from rl_core.storage import Store
-from rl_core.trainer import PPOTrainer
-from rl_core.warm_start import FOLDER, warm_start
+from rl_core.rollout.agent.responders import chat_template
+from rl_core.rollout.agent.tool_runner import tool_schemas
+from rl_core.storage import run_files
+from rl_core.storage.store import Store
+from rl_core.trainer.trainer import PPOTrainer
+from rl_core.trainer.warm_start import warm_start
 
 TASK = "learn_copy"
 TARGET, WINDOW = 0.9, 3
@@ -159,7 +160,7 @@ class Learner:
             chat = chat_template(tokenizer, tool_schemas(config.agent), config.agent, stop_tokens(model))
             roles.init_warm_start(str(model))
             warm_start(config, rows, roles, tokenizer, store, chat, lambda step, loss: None)
-            model = Path(store.url, FOLDER)
+            model = Path(store.url, run_files.WARM_START)
         trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, watch, lambda step: None)
         trainer.start(str(model))
         with suppress(_Learned):

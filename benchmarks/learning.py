@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rl_core.environment import prepare_environment
+from flows.home import prepare_environment
 
 
 def main(arguments: list[str]) -> int:

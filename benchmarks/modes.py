@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rl_core.environment import prepare_environment
+from flows.home import prepare_environment
 
 HOME = Path(tempfile.mkdtemp(prefix="rf"))  # short: sockets of Ray lie below it
 prepare_environment(HOME)
@@ -27,11 +27,11 @@ from rl_core.config.compose import compose  # noqa: E402
 from rl_core.config.schema import RunConfig  # noqa: E402
 from rl_core.data.dataset import RLHFDataset  # noqa: E402
 from rl_core.data.prepare import prepare_data  # noqa: E402
-from rl_core.ledger import Ledger  # noqa: E402
 from rl_core.models.load import load_tokenizer  # noqa: E402
 from rl_core.models.tiny import build_tokenizer  # noqa: E402
-from rl_core.storage import Store  # noqa: E402
-from rl_core.trainer import PPOTrainer  # noqa: E402
+from rl_core.storage.ledger import Ledger  # noqa: E402
+from rl_core.storage.store import Store  # noqa: E402
+from rl_core.trainer.trainer import PPOTrainer  # noqa: E402
 
 WARM_UP, PROMPT = 2, 16
 MODES = {

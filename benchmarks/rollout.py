@@ -23,11 +23,11 @@ from rl_core.config.schema import AgentConfig, EngineConfig, RolloutConfig, Tiny
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, empty_causal_lm
 from rl_core.models.tiny import save_tiny_model
-from rl_core.rollout.agent_loop import roll_out
-from rl_core.rollout.engine import Sampling
-from rl_core.rollout.sharding_manager import ShardingManager
+from rl_core.rollout.agent.agent_loop import roll_out
+from rl_core.rollout.engine.protocol import Sampling
+from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.training.engine import TrainEngine
-from rl_core.training.place import make_place
+from rl_core.training.mesh import make_place
 
 PROMPT, ROUNDS, PUSHES = 32, 3, 10
 
@@ -74,7 +74,7 @@ def main(requests: int, tokens: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_model(folder, device, PROMPT + tokens)
-        from rl_core.rollout.vllm import VLLMEngine, sampling_params
+        from rl_core.rollout.engine.vllm_engine import VLLMEngine, sampling_params
 
         settings = RolloutConfig(max_num_seqs=requests, kv_cache_gb=1, gpu_memory_utilization=0.5)
         engine = VLLMEngine(folder, settings, dtype, PROMPT + tokens, device)

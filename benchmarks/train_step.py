@@ -28,7 +28,7 @@ from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, empty_causal_lm
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
-from rl_core.training.place import make_place
+from rl_core.training.mesh import make_place
 
 LENGTH, PROMPT = 1024, 1
 SHAPE = Qwen3Config(

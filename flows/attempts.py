@@ -21,15 +21,15 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 
-from flows.commands.base import prepare_home
-from flows.services import end
+from flows.home import prepare_home
+from flows.server.services import end
 from rl_core.config.schema import RunConfig
-from rl_core.environment import Process
 from rl_core.errors import TrainingError, TransientError
-from rl_core.guardian import start_guardian
-from rl_core.storage import Store
-from rl_core.watchdog import progress
-from tasks.runs import runs_root
+from rl_core.runtime.guardian import start_guardian
+from rl_core.runtime.process import Process
+from rl_core.runtime.watchdog import progress
+from rl_core.storage.store import Store
+from tasks.runs.run import runs_root
 
 Answer = TypeVar("Answer")
 

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from flows.attempts import begin_attempt, patiently
 from rl_core.config.compose import compose
-from tasks.registry import CHAMPION, Registry
-from tasks.tracking import default_tracking_uri
+from tasks.registry.registry import CHAMPION, Registry
+from tasks.tracking.tracker import default_tracking_uri
 
 
 @flow(name="evaluate", flow_run_name="{recipe}: {version}", persist_result=False)
@@ -35,7 +35,7 @@ def evaluate(
     from flows.preflight import preflight, watched
     from tasks.evaluate import evaluate as score
     from tasks.prepare_data import prepare_data
-    from tasks.runs import find_run, open_run
+    from tasks.runs.run import find_run, open_run
     from tasks.session import open_session
 
     composed = compose(recipe, settings)

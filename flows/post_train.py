@@ -12,18 +12,18 @@ from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL
 
+from flows.home import home_folder
 from flows.preflight import watched
 from rl_core.config.compose import compose
 from rl_core.console import Console
-from rl_core.environment import home_folder
 from rl_core.errors import TransientError
 from tasks.evaluate import evaluate, evaluate_champion
 from tasks.prepare_data import prepare_data
 from tasks.promote import promote, reload
 from tasks.register import register
-from tasks.registry import CHAMPION
+from tasks.registry.registry import CHAMPION
 from tasks.report import report
-from tasks.runs import open_run
+from tasks.runs.run import open_run
 from tasks.session import open_session
 from tasks.train import train
 from tasks.warm_start import warm_start

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from flows.services import api_problem
+from flows.server.services import api_problem
 from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import cluster_problem, resolve_device
@@ -19,14 +19,14 @@ from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm
 from rl_core.models.lora import add_adapters
 from rl_core.rewards.model import check_reward_model
 from rl_core.rewards.runner import check_scorers
+from rl_core.rollout.agent.responders import chat_template
+from rl_core.rollout.agent.tool_runner import tool_schemas
 from rl_core.rollout.environment import resolve_environment
-from rl_core.rollout.partners import chat_template
-from rl_core.rollout.tool_runner import tool_schemas
-from rl_core.storage import Store
-from rl_core.watchdog import Watchdog
-from tasks.runs import runs_root
-from tasks.stalls import own_frames
-from tasks.tracking import check_tracking, default_tracking_uri
+from rl_core.runtime.watchdog import Watchdog
+from rl_core.storage.store import Store
+from tasks.runs.hang_report import own_frames
+from tasks.runs.run import runs_root
+from tasks.tracking.tracker import check_tracking, default_tracking_uri
 
 
 def check_home(home: Path) -> None:

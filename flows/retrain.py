@@ -20,11 +20,11 @@ from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.identity import data_identity
 from rl_core.errors import InputError
-from rl_core.storage import Store
-from tasks.events import emit
-from tasks.registry import CHAMPION, Registry
-from tasks.runs import runs_root
-from tasks.tracking import default_tracking_uri
+from rl_core.storage.store import Store
+from tasks.prefect_server.events import emit
+from tasks.registry.registry import CHAMPION, Registry
+from tasks.runs.run import runs_root
+from tasks.tracking.tracker import default_tracking_uri
 
 AS_OF = "{as_of}"
 """What a path of data may hold: the date as of which the data is read, as in rows/{as_of}/*.parquet."""

@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from flows.promote import open_registry
+from flows.home import open_registry
 
 
 @flow(name="rollback", persist_result=False)
@@ -12,6 +12,6 @@ def rollback(model: str | None = None) -> dict[str, str]:
     Args:
         model: registered model; the only one there is when it is not given.
     """
-    registry = open_registry(model)
+    registry = open_registry(model, verbose=True)
     old, new = registry.rollback()
     return {"model": registry.name, "before": old, "champion": new}

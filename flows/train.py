@@ -47,7 +47,7 @@ def run_stages(
     # Ray and torch are imported here, when their environment is set.
     from flows.post_train import post_train
     from flows.preflight import preflight, watched
-    from tasks.runs import find_run
+    from tasks.runs.run import find_run
 
     composed, name = compose(recipe, settings), run_name or attempt.run_name(recipe)
     with watched(composed.config):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TextIO
 
 from rl_core.errors import InputError
-from rl_core.watchdog import progress
+from rl_core.runtime.watchdog import progress
 
 MAX_TEXT = 2000
 _COLOUR = re.compile(r"\x1b\[\d*m")

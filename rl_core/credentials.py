@@ -1,6 +1,5 @@
 """Credentials within texts: settings must not hold any, and what is told of an error shows none."""
 
-import os
 import re
 from typing import Any
 
@@ -11,7 +10,8 @@ _USER = re.compile(
     r"(?!(?:[^\s/?#@:]*:)?\$(?:\w+|\{\w+\})@)[^\s/?#\"]+@"
 )
 _SECRET = (
-    r"[\w.-]*(?:token|passw(?:or)?d|(?<![a-z])pass|secret|(?:(?<![a-z])|api|access|secret|private)key|credential|signature)"
+    r"[\w.-]*(?:token|passw(?:or)?d|(?<![a-z])pass|secret|"
+    r"(?:(?<![a-z])|api|access|secret|private)key|credential|signature)"
 )
 """Names that secrets go by."""
 _QUERY = re.compile(
@@ -23,17 +23,6 @@ _OPTION = re.compile(
     r"(?<![\w./-])[\w.-]*authorization\s*[=:]\s*['\"]?+(?:[\w-]+\s+)?+|\bbearer\s+)['\"]?(?![\s$'\"])"
 )
 
-ADDRESSES = (
-    "PREFECT_API_URL",
-    "PREFECT_UI_URL",
-    "MLFLOW_TRACKING_URI",
-    "MLFLOW_REGISTRY_URI",
-    "MLFLOW_S3_ENDPOINT_URL",
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT_URL_S3",
-    "FSSPEC_S3_ENDPOINT_URL",
-)
-"""Variables with addresses that libraries write into logs and errors."""
 HOW = (
     "leave user, password and tokens out and export them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for storage, "
     "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD for MLflow, PREFECT_API_AUTH_STRING or PREFECT_API_KEY for "
@@ -59,8 +48,3 @@ def holds_credentials(value: Any) -> bool:
 def command_holds_credentials(command: str) -> bool:
     """Whether a command line has a token, password or key as `--token X` or `API_KEY=X`; a variable `$X` is none."""
     return _OPTION.search(command) is not None
-
-
-def addresses_with_credentials() -> list[str]:
-    """Names of the variables of the environment whose address has credentials."""
-    return [name for name in ADDRESSES if holds_credentials(os.environ.get(name, ""))]

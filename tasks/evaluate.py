@@ -2,41 +2,34 @@
 
 from collections.abc import Callable
 
-from rl_core import evaluation
 from rl_core.console import clean
 from rl_core.data.dataset import RLHFDataset
 from rl_core.errors import InputError, TrainingError
-from rl_core.model_card import folder_hash, weights_hash
+from rl_core.evaluation import evaluate as evaluation
 from rl_core.models.load import load_tokenizer
-from rl_core.storage import Json, step_name
+from rl_core.reports.model_card import folder_hash, weights_hash
+from rl_core.storage import run_files
+from rl_core.storage.store import Json
 from tasks.export import export
-from tasks.registry import CHAMPION
-from tasks.runs import runs_root
+from tasks.registry.registry import CHAMPION
+from tasks.runs.run import runs_root
 from tasks.session import Session, current_session
 from tasks.stage import stage
-
-CHAMPION_FILE = "evaluation/champion.json"
-"""The evaluation of the champion that the run's policy was held against, with its `version`."""
-
-
-def result_file(step: int) -> str:
-    """Where the evaluation of a step is kept in the run's store."""
-    return f"evaluation/{step_name(step)}.json"
 
 
 @stage("evaluate", "the policy at step {0}")
 def evaluate(step: int) -> dict[str, float]:
     """The scores at the step that training has reached, made once: mean of each metric."""
     session = current_session()
-    if not session.store.exists(result_file(step)):
+    if not session.store.exists(run_files.evaluation(step)):
 
         def made() -> Json:
             session.trainer_at(step)
             return evaluation.evaluate(session.config, session.val_rows, session.roles, session.tokenizer)
 
         weights = weights_hash(export(step)) if step else folder_hash(session.policy_model)
-        session.store.write_json(result_file(step), _kept(session, weights, made))
-    return _told(session, session.store.read_json(result_file(step)))
+        session.store.write_json(run_files.evaluation(step), _kept(session, weights, made))
+    return _told(session, session.store.read_json(run_files.evaluation(step)))
 
 
 @stage("evaluate champion", "which version {0} is held against")
@@ -66,15 +59,15 @@ def champion_result(session: Session, version: str) -> Json | None:
     if champion in (None, version):
         return None
     assert champion is not None
-    kept = session.store.read_json(CHAMPION_FILE) if session.store.exists(CHAMPION_FILE) else None
+    kept = session.store.read_json(run_files.CHAMPION) if session.store.exists(run_files.CHAMPION) else None
     if kept is None or kept["version"] != champion:
         try:
             result = _of_version(session, champion)
         except (InputError, TrainingError) as error:
             session.drop_workers()
             result = {"problem": " ".join(str(error).split())}
-        session.store.write_json(CHAMPION_FILE, {"version": champion, **result})
-    result = session.store.read_json(CHAMPION_FILE)
+        session.store.write_json(run_files.CHAMPION, {"version": champion, **result})
+    result = session.store.read_json(run_files.CHAMPION)
     return result
 
 

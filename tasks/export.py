@@ -2,27 +2,21 @@
 
 from typing import Any
 
-from rl_core.rollout.canary import Canary
-from rl_core.storage import step_name
+from rl_core.rollout.weights.canary import Canary
+from rl_core.storage import run_files
 from tasks.session import current_session
 
-CANARY = "evaluation/canary.json"
 """What the trainer says of fixed tokens with the exported weights."""
-
-
-def export_folder(step: int) -> str:
-    """Where the policy at a step is exported to in the run's store."""
-    return f"export/{step_name(step)}"
 
 
 def export(step: int) -> dict[str, Any]:
     """Commits the policy at the step that training has reached as a folder, once; returns its manifest."""
-    session, folder = current_session(), export_folder(step)
+    session, folder = current_session(), run_files.export(step)
     manifest = session.sound(folder)
     if manifest is None:
         session.trainer_at(step)
         files = session.roles.actor.export(session.store, folder)[0]
         canary: Canary = session.roles.actor.canary()[0]
-        session.store.write_json(CANARY, {"token_ids": canary.token_ids, "log_probs": canary.log_probs})
+        session.store.write_json(run_files.CANARY, {"token_ids": canary.token_ids, "log_probs": canary.log_probs})
         manifest = session.store.commit_folder(folder, {"step": step}, files)
     return manifest

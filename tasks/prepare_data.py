@@ -8,6 +8,7 @@ from rl_core.data.files import changed_files
 from rl_core.data.report import DataReport
 from rl_core.errors import InputError
 from rl_core.rewards.runner import check_scorers
+from rl_core.storage import run_files
 from tasks.session import current_session
 from tasks.stage import stage
 
@@ -20,7 +21,7 @@ def prepare_data() -> dict[str, Any]:
     """
     session = current_session()
     assert session.chat  # a template that cannot take tools or environment is refused before anything is made
-    committed = session.sound("data", content=False)  # what rows say is checked as they are read
+    committed = session.sound(run_files.DATA, content=False)  # what rows say is checked as they are read
     if committed and not session.keep_data:
         check_unchanged(committed["meta"]["files"], session.config.data.paths, session.run.name)
     facts = prepare.prepare_data(
@@ -39,7 +40,7 @@ def prepare_data() -> dict[str, Any]:
 def show(report: DataReport, url: str, console: Console) -> None:
     """Tells how many rows there are, what was dropped and what a person may want to know of them."""
     dropped = any(report.dropped(split) for split in ("train", "val"))
-    console.note(prepare.summary(report) + (f", listed in {url}/{prepare.DROPPED}" if dropped else ""))
+    console.note(prepare.summary(report) + (f", listed in {url}/{run_files.DROPPED_ROWS}" if dropped else ""))
     for problem in report.problems:
         console.warning(problem.error)
 

@@ -6,17 +6,15 @@ from typing import Any
 
 from rl_core.cluster.resources import worker_env
 from rl_core.console import clean
-from rl_core.gate import Decision, decide
-from rl_core.rollout.reload import Question, reload_test
-from rl_core.storage import Json
-from tasks.evaluate import champion_result, result_file
-from tasks.export import CANARY
-from tasks.registry import CHAMPION
+from rl_core.evaluation.gate import Decision, decide
+from rl_core.evaluation.reload import Question, reload_test
+from rl_core.storage import run_files
+from rl_core.storage.store import Json
+from tasks.evaluate import champion_result
+from tasks.registry.registry import CHAMPION
 from tasks.session import Session, current_session
 from tasks.stage import stage
 
-DECISION_FILE = "evaluation/decision.json"
-RELOAD_FILE = "evaluation/reload.json"
 LAST_STEPS = 10
 """Steps whose mean the training guards look at."""
 TAG_LENGTH = 5000
@@ -35,7 +33,10 @@ def reload(version: str, step: int) -> None:
         session.console.note("gate.reload is off" if config.gate.mode != "off" else "gate.mode is off")
         return
     if _kept(session, version) is None:
-        canary, turns = session.store.read_json(CANARY), session.store.read_json(result_file(step))["first_turns"]
+        canary, turns = (
+            session.store.read_json(run_files.CANARY),
+            session.store.read_json(run_files.evaluation(step))["first_turns"],
+        )
         question = Question(
             str(session.downloaded(version)),
             config.model.dtype,
@@ -48,8 +49,8 @@ def reload(version: str, step: int) -> None:
         )
         session.drop_workers()  # its process needs their devices
         found = reload_test(question, worker_env(config.trainer), config.trainer.call_timeout_s)
-        session.store.write_json(RELOAD_FILE, {"version": version, **found})
-    found = session.store.read_json(RELOAD_FILE)
+        session.store.write_json(run_files.RELOAD, {"version": version, **found})
+    found = session.store.read_json(run_files.RELOAD)
     session.console.note(
         found.get("problem")
         or f"largest difference of log-probs {found['log_prob_difference']:.1e}, of the greedy "
@@ -80,7 +81,7 @@ def _promote(session: Session, version: str, step: int) -> None:
         return
     champion = champion_result(session, version)
     decision = decide(
-        session.store.read_json(result_file(step)),
+        session.store.read_json(run_files.evaluation(step)),
         champion,
         last_metrics(session.records()),
         gate,
@@ -123,7 +124,7 @@ def _words(verdict: str, version: str) -> str:
 def _keep(session: Session, version: str, champion: str | None, decision: Decision, verdict: str) -> None:
     """The decision in the run's folder, in MLflow's run, and as tags of the version."""
     kept = {"version": version, "champion": champion, "verdict": verdict, **decision.as_json()}
-    session.store.write_json(DECISION_FILE, kept)
+    session.store.write_json(run_files.DECISION, kept)
     session.tracker.log_file(json.dumps(kept, indent=1, ensure_ascii=False), "decision.json")
     tags = {"gate_mode": decision.mode, "gate_champion": champion or "none"}
     tags["gate_checks"] = "\n".join(decision.words)[:TAG_LENGTH]
@@ -132,7 +133,7 @@ def _keep(session: Session, version: str, champion: str | None, decision: Decisi
 
 def _kept(session: Session, version: str) -> Json | None:
     """What the reload of this version found, if it was tried."""
-    found = session.store.read_json(RELOAD_FILE) if session.store.exists(RELOAD_FILE) else None
+    found = session.store.read_json(run_files.RELOAD) if session.store.exists(run_files.RELOAD) else None
     return found if found and found["version"] == version else None
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from rl_core.config.compose import config_hash, flatten
-from rl_core.model_card import CARD, folder_hash, render_card, weights_hash
-from rl_core.storage import Json
-from tasks.evaluate import result_file
-from tasks.export import export, export_folder
-from tasks.lineage import ALSO, with_tag
-from tasks.runs import code_version, package_versions
+from rl_core.reports.model_card import CARD, folder_hash, render_card, weights_hash
+from rl_core.storage import run_files
+from rl_core.storage.store import Json
+from tasks.export import export
+from tasks.registry.lineage import ALSO, with_tag
+from tasks.runs.run import code_version, package_versions
 from tasks.session import Session, current_session
 from tasks.stage import stage
 
@@ -29,7 +29,7 @@ def register(step: int, data_hash: str, before: dict[str, float], after: dict[st
     session = current_session()
     session.send_metrics(step)  # an outage may have held them back until now
     manifest, tags = export(step), _tags(session, step, data_hash)
-    evaluations = [session.store.read_json(result_file(each)) for each in (0, step)]
+    evaluations = [session.store.read_json(run_files.evaluation(each)) for each in (0, step)]
     manifest = _with_card(session, manifest, tags, *evaluations)
     metrics = {
         "score_before": before["greedy"],
@@ -39,7 +39,7 @@ def register(step: int, data_hash: str, before: dict[str, float], after: dict[st
     }
     if interval := evaluations[1].get("intervals", {}).get("greedy"):
         metrics |= {"score_low": interval[0], "score_high": interval[1]}
-    folder = session.local_copy(export_folder(step))
+    folder = session.local_copy(run_files.export(step))
     version = session.registry.register(folder, session.tracker.run_id, weights_hash(manifest), tags, metrics)
     session.registry.set_candidate(version)
     words, made_by = f"{session.registry.name} version {version}", session.registry.get(version).run
@@ -75,7 +75,7 @@ def _with_card(
     session: Session, manifest: Json, tags: Mapping[str, str], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Json:
     """Writes the card into the export and commits that again, unless the same card is committed there already."""
-    config, origins, folder = session.config, session.run.composed.origins, export_folder(int(tags["step"]))
+    config, origins, folder = session.config, session.run.composed.origins, run_files.export(int(tags["step"]))
     facts = {
         "name": config.registry.model_name,
         "base": "A small offline model" if tags["parent"] == "tiny" else tags["parent"],
@@ -92,7 +92,7 @@ def _with_card(
         "response_length": config.data.max_response_length,
         "seed": config.trainer.seed,
     }
-    rows = session.store.read_manifest("data")
+    rows = session.store.read_manifest(run_files.DATA)
     assert rows is not None
     card = render_card(facts, before, after, rows["meta"], session.records()).encode()
     committed = {file["path"]: file["sha256"] for file in manifest["files"]}

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from tasks.pages import described, run_page, scores
-from tasks.runs import REPORT, package_versions
+from rl_core.storage import run_files
+from tasks.runs.report_page import described, run_page, scores
+from tasks.runs.run import package_versions
 from tasks.session import Session, current_session
 from tasks.stage import stage
 
@@ -19,10 +20,10 @@ def report(facts: dict[str, Any]) -> str:
         "versions": package_versions(),
     }
     page = run_page(session.store, others)
-    session.store.write_bytes(REPORT, page.encode())
-    session.tracker.log_file(page, REPORT)
-    local = session.store.local_path(REPORT)
-    place = str(local) if local else f"{session.run.url}/{REPORT}"
+    session.store.write_bytes(run_files.REPORT, page.encode())
+    session.tracker.log_file(page, run_files.REPORT)
+    local = session.store.local_path(run_files.REPORT)
+    place = str(local) if local else f"{session.run.url}/{run_files.REPORT}"
     _tell(session, {"report": place, **_links(session, facts["version"])})
     return place
 

@@ -25,28 +25,29 @@ from rl_core.config.schema import RunConfig
 from rl_core.console import Console, duration
 from rl_core.data.dataset import RLHFDataset, ToolsOf
 from rl_core.errors import RollforwardError, TrainingError, TransientError, words
-from rl_core.failed import failed_step
-from rl_core.ledger import Ledger
 from rl_core.models.load import check_model_folder, check_shape, load_tokenizer, same_shape, stop_tokens
 from rl_core.models.tiny import save_tiny_model
-from rl_core.rollout.chat import ChatTemplate
-from rl_core.rollout.partners import chat_template
-from rl_core.rollout.tool_runner import tool_schemas
-from rl_core.rollout.toolbox import row_schemas
-from rl_core.status import State, StatusWriter
-from rl_core.storage import MANIFEST, Json, Store
-from rl_core.trainer import PPOTrainer
-from rl_core.warm_start import FOLDER as WARM_START
-from rl_core.watchdog import Watchdog
-from tasks.orphans import MLFLOW_STATES, STORE_TAG, end_orphans, place_of
-from tasks.outage import Pace
-from tasks.prefect_pages import PrefectPages
-from tasks.registry import Registry
-from tasks.runs import NOTES, RUN_FILE, Run, committed_step
-from tasks.stalls import keep_stall, own_frames
-from tasks.stopping import Stopping, signals_ignored
-from tasks.traces import Traces
-from tasks.tracking import Records, Tracker, default_tracking_uri, local_tracking_uri
+from rl_core.rollout.agent.chat import ChatTemplate
+from rl_core.rollout.agent.responders import chat_template
+from rl_core.rollout.agent.tool_runner import tool_schemas
+from rl_core.rollout.agent.toolbox import row_schemas
+from rl_core.runtime.watchdog import Watchdog
+from rl_core.storage import run_files
+from rl_core.storage.ledger import Ledger
+from rl_core.storage.run_files import MANIFEST
+from rl_core.storage.status import State, StatusWriter
+from rl_core.storage.store import Json, Store
+from rl_core.trainer.failed_steps import failed_step
+from rl_core.trainer.trainer import PPOTrainer
+from tasks.prefect_server.artifacts import PrefectPages
+from tasks.registry.registry import Registry
+from tasks.runs.hang_report import keep_stall, own_frames
+from tasks.runs.run import Run, committed_step
+from tasks.runs.signals import Stopping, signals_ignored
+from tasks.tracking.outage import Pace
+from tasks.tracking.stale_runs import MLFLOW_STATES, STORE_TAG, end_orphans, place_of
+from tasks.tracking.traces import Traces
+from tasks.tracking.tracker import Records, Tracker, default_tracking_uri, local_tracking_uri
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +95,14 @@ class Session:
         """The run's MLflow run, which is opened, with its config, when MLflow can be reached."""
         is_file = self.tracking_uri == local_tracking_uri(self.run.home)
         local = self.run.home / "mlartifacts" if is_file else None
-        experiment, began = self.config.tracking.experiment, self.store.read_json(RUN_FILE)["created"]
+        experiment, began = self.config.tracking.experiment, self.store.read_json(run_files.RUN)["created"]
         # Not by name alone: another home folder, or the same one once a run was deleted, may have a run of that name.
         return Tracker(self.tracking_uri, experiment, self.run.name, f"{began:.6f}", local, self._describe)
 
     def _describe(self, tracker: Tracker) -> None:
         tracker.log_config(flatten(self.config), to_yaml(self.config), config_hash(self.config))
         tags = {STORE_TAG: place_of(self.store)}
-        if manifest := self.store.read_manifest("data"):
+        if manifest := self.store.read_manifest(run_files.DATA):
             tags["rollforward.data_hash"] = manifest["meta"]["data_hash"]
         tracker.set_tags(tags)
         end_orphans(tracker, Store(self.config.storage.root or str(self.run.home / "runs")))
@@ -170,15 +171,15 @@ class Session:
     def warn(self, text: str) -> None:
         """Tells what happened to the run, now and in its report."""
         self.console.note(f"! {text}")
-        told = self.store.read_json(NOTES) if self.store.exists(NOTES) else []
-        self.store.write_json(NOTES, [*told, {"time": time.time(), "text": text}])
+        told = self.store.read_json(run_files.NOTES) if self.store.exists(run_files.NOTES) else []
+        self.store.write_json(run_files.NOTES, [*told, {"time": time.time(), "text": text}])
 
     @property
     def policy_model(self) -> Path:
         """Folder of the policy that reinforcement starts from: after the warm start, or the base model."""
         if not self.config.warm_start.steps:
             return self.base_model
-        return self.local_copy(WARM_START)
+        return self.local_copy(run_files.WARM_START)
 
     def local_copy(self, folder: str) -> Path:
         """A committed folder of the store as a folder on this machine."""
@@ -213,7 +214,7 @@ class Session:
     def trainer(self) -> PPOTrainer:
         """The trainer, started at the last committed step."""
         if self._trainer is None:
-            manifest = self.store.read_manifest("data")
+            manifest = self.store.read_manifest(run_files.DATA)
             assert manifest is not None, "data is prepared before training"
             trainer = PPOTrainer(
                 self.config,

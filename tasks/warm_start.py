@@ -1,6 +1,7 @@
 """Stage: supervised steps on reference answers, so that reinforcement finds rewards to learn from."""
 
-from rl_core import warm_start as supervised
+from rl_core.storage import run_files
+from rl_core.trainer import warm_start as supervised
 from tasks.session import current_session
 from tasks.stage import stage
 
@@ -9,7 +10,7 @@ from tasks.stage import stage
 def warm_start() -> None:
     """Commits the folder `warm_start` once."""
     session = current_session()
-    if session.sound(supervised.FOLDER):
+    if session.sound(run_files.WARM_START):
         return
     total = session.config.warm_start.steps
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_core.environment import prepare_environment
+from flows.home import prepare_environment
 
 if TYPE_CHECKING:
     from support_training import Trained
 
-    from rl_core.training.place import Place
+    from rl_core.training.mesh import Place
 
 os.environ["OMP_NUM_THREADS"] = "1"
 # Short: sockets of Ray lie below it, and their paths may not be long.
@@ -32,6 +32,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONP
 
 
 ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|changed_data)\.py)")
+TOGETHER = re.compile(r"^tests/rollout/")
 FIRST = re.compile(r"tests/(flows|faults|learning)/")
 
 
@@ -49,7 +50,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if ALONE.search(file) else file.rpartition("/")[0]
+            if ALONE.search(file):
+                return file
+            return "tests/rollout" if TOGETHER.search(file) else file.rpartition("/")[0]
 
     config.option.loadscopereorder = False  # folders with few tests may take long
     return ByFolder(config, log)
@@ -87,7 +90,7 @@ def place(process_group: None) -> "Place":
     """The place of a rank that is alone."""
     import torch
 
-    from rl_core.training.place import make_place
+    from rl_core.training.mesh import make_place
 
     return make_place(torch.device("cpu"), 1, 1, 1)
 

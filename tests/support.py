@@ -33,14 +33,14 @@ from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm
 from rl_core.models.lora import add_adapters
 from rl_core.models.tiny import build_tokenizer, save_tiny_model, tiny_config
 from rl_core.models.weights import load_weights
-from rl_core.rollout.agent_loop import roll_out
-from rl_core.rollout.engine import Completion, RolloutEngine, Sampling
+from rl_core.rollout.agent.agent_loop import roll_out
+from rl_core.rollout.engine.protocol import Completion, RolloutEngine, Sampling
 from rl_core.rollout.trajectory import Trajectory, to_batch
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 from rl_core.training.checkpoint import save_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 
 CPU = torch.device("cpu")
 ALONE = Place(CPU, None, None)  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ from rl_core.data.dataset import encode_prompt
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import load_tokenizer
 from rl_core.rewards.runner import RewardRunner
-from rl_core.rollout.agent_loop import roll_out
-from rl_core.rollout.engine import Completion, Sampling
-from rl_core.rollout.partners import ToolPartners
+from rl_core.rollout.agent.agent_loop import roll_out
+from rl_core.rollout.agent.responders import ToolPartners
+from rl_core.rollout.engine.protocol import Completion, Sampling
 from rl_core.rollout.scoring import TrajectoryScorer
 
 PROMPT = [{"role": "user", "content": "12*34"}]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.evaluation import summary
+from rl_core.evaluation.evaluate import summary
 
 
 def evaluation(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rl_core.storage import Store
-from tasks.registry import Registry
-from tasks.tracking import Tracker
+from rl_core.storage.store import Store
+from tasks.registry.registry import Registry
+from tasks.tracking.tracker import Tracker
 
 NAME = "sorter"
 DATA = hashlib.sha256(b"data").hexdigest()

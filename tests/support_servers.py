@@ -14,7 +14,7 @@ import boto3
 import pytest
 
 from rl_core.errors import InputError
-from tasks.tracking import check_tracking
+from tasks.tracking.tracker import check_tracking
 
 
 def free_port() -> int:

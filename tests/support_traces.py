@@ -7,9 +7,9 @@ import torch
 
 from rl_core.data.protocol import DataProto
 from rl_core.models.tiny import build_tokenizer
-from rl_core.rollout.engine import Completion
+from rl_core.rollout.engine.protocol import Completion
 from rl_core.rollout.trajectory import Trajectory, TrajectoryState, to_batch
-from rl_core.steps import rollout_parquet
+from rl_core.trainer.rollout_file import rollout_parquet
 
 TOKENIZER = build_tokenizer()
 # What models write as JSON: a lone surrogate and no number.

@@ -7,9 +7,10 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rl_core.ledger import Ledger
-from rl_core.storage import Store, step_name
-from tasks.tracking import RUN_TAG, mlflow_client
+from rl_core.storage import run_files
+from rl_core.storage.ledger import Ledger
+from rl_core.storage.store import Store
+from tasks.tracking.tracker import RUN_TAG, mlflow_client
 
 
 class Proxy:
@@ -83,8 +84,8 @@ def commit(store: Store, *steps: int) -> None:
     for step in steps:
         metrics = {"reward/mean": step / 10, "time/step": 2.0}
         Ledger(store).write(step, {"step": step, "time": 1_700_000_000.0 + step, "metrics": metrics})
-        store.write_json(f"checkpoints/{step_name(step)}/state.json", {})
-        store.commit_folder(f"checkpoints/{step_name(step)}", {"step": step})
+        store.write_json(f"{run_files.checkpoint(step)}/state.json", {})
+        store.commit_folder(run_files.checkpoint(step), {"step": step})
 
 
 def mlflow_run(uri: str, name: str) -> Any:

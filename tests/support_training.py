@@ -10,17 +10,17 @@ from typing import Any
 
 from rl_core.cluster.resources import ray_session
 from rl_core.cluster.roles import Roles
-from rl_core.commit import CHECKPOINTS
 from rl_core.config.compose import compose
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.prepare import prepare_data
 from rl_core.data.protocol import DataProto
-from rl_core.ledger import Ledger
 from rl_core.models.load import load_tokenizer
 from rl_core.models.tiny import save_tiny_model
-from rl_core.storage import Store, step_name
-from rl_core.trainer import PPOTrainer
+from rl_core.storage import run_files
+from rl_core.storage.ledger import Ledger
+from rl_core.storage.store import Store
+from rl_core.trainer.trainer import PPOTrainer
 
 # Metrics that differ between runs that train the same.
 MOVING = re.compile(r"^(time|perf)/|^reward/(seconds_mean|seconds_max|wait)$|^rollout/(engines|redispatched)$")
@@ -183,12 +183,12 @@ class Bench:
 
 
 def records(store: Store) -> list[dict[str, float]]:
-    found = [record["metrics"] for record in Ledger(store).records(max(store.committed_steps(CHECKPOINTS)))]
+    found = [record["metrics"] for record in Ledger(store).records(max(store.committed_steps(run_files.CHECKPOINTS)))]
     return [{name: value for name, value in metrics.items() if not MOVING.match(name)} for metrics in found]
 
 
 def shards(store: Store, step: int) -> dict[str, str]:
-    manifest = store.read_manifest(f"{CHECKPOINTS}/{step_name(step)}")
+    manifest = store.read_manifest(run_files.checkpoint(step))
     assert manifest is not None
     # The description beside the shards has an identity of its own for every save.
     return {file["path"]: file["sha256"] for file in manifest["files"] if file["path"].endswith(".distcp")}

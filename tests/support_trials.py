@@ -127,9 +127,7 @@ class Trial:
             seconds, tokens = cost(log[:number], event, log[number + 1 : following])
             step = min(event["step"], self.steps)
             equal = not unequal & {step, step + 1} and self.weights() == reference.weights()
-            found.append(
-                Cell(event["victim"], event["boundary"], event["when"], event["step"], seconds, tokens, equal)
-            )
+            found.append(Cell(event["victim"], event["boundary"], event["when"], event["step"], seconds, tokens, equal))
         return found
 
 
@@ -189,7 +187,7 @@ def problems(trial: Trial, reference: Trial) -> list[str]:
 
 def left_over(trial: Trial) -> list[str]:
     """Processes of a run that has ended, and what the doctor finds in its home folder."""
-    from tasks.leftovers import leftovers
+    from tasks.runs.leftovers import leftovers
 
     end = time.monotonic() + GONE_S
     while (living := [p for p in psutil.process_iter() if _of(p, trial)]) and time.monotonic() < end:

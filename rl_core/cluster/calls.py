@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from rl_core.cluster.resources import signals_pass
 from rl_core.cluster.stall import RankProcess, clock, stalled
 from rl_core.errors import RollforwardError, WorkerError, WorkerLost
-from rl_core.watchdog import progress
+from rl_core.runtime.watchdog import progress
 
 logger = logging.getLogger(__name__)
 

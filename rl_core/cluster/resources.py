@@ -110,7 +110,7 @@ def resolve_device(config: TrainerConfig) -> str:
 def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
     """Joins the cluster at RAY_ADDRESS or starts a local one below `home`; what was started here ends here.
 
-    `rl_core.environment.prepare_environment` must have run before Ray was imported.
+    The variables of `flows.home.prepare_environment` must be set before Ray is imported.
     """
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {}

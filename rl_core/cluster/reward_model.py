@@ -5,8 +5,8 @@ from math import isfinite
 
 import torch
 
+from rl_core.cluster.base_worker import Worker
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker
 from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.data.protocol import DataProto
 from rl_core.data.rows import Row

@@ -7,13 +7,13 @@ from rl_core.cluster.dispatch import Layout
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import resource_pools, shares, worker_env
 from rl_core.cluster.reward_model import RewardModelScores, RewardModelWorker
+from rl_core.cluster.rollout_handle import ColocatedRollouts, Rollouts
 from rl_core.cluster.rollout_pool import RolloutPool
-from rl_core.cluster.rollouts import ColocatedRollouts, Rollouts
+from rl_core.cluster.training_workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.cluster.worker_group import RayWorkerGroup
-from rl_core.cluster.workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.errors import TransientError
-from rl_core.storage import Json, Store
+from rl_core.storage.store import Json, Store
 from rl_core.training.checkpoint import FILES
 
 # Where in a checkpoint's folder the trained roles keep their state.

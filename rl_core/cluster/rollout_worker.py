@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from rl_core.cluster.base_worker import Worker, sampling_of, start_partners, start_scoring
 from rl_core.cluster.dispatch import Dispatch, register
-from rl_core.cluster.worker import Worker, sampling_of, start_partners, start_scoring
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import stop_tokens
-from rl_core.rollout.agent_loop import roll_out
-from rl_core.rollout.transfer import NcclBroadcast, unpack
+from rl_core.rollout.agent.agent_loop import roll_out
+from rl_core.rollout.weights.transfer import NcclBroadcast, unpack
 
 if TYPE_CHECKING:
-    from rl_core.rollout.vllm import VLLMEngine
+    from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
 
 class RolloutWorker(Worker):
@@ -33,7 +33,7 @@ class RolloutWorker(Worker):
         config = self.config
         self.stop_token_ids = stop_tokens(Path(path))
         if "engine" not in self.__dict__:
-            from rl_core.rollout.vllm import VLLMEngine
+            from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
             self.engine = VLLMEngine(Path(path), config.rollout, config.model.dtype, config.max_length, self.device)
             if not self.engine.follows:

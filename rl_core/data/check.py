@@ -13,11 +13,11 @@ from rl_core.config.data import DataConfig, SourceConfig
 from rl_core.data import rules
 from rl_core.data.dataset import ToolsOf, encode_prompt
 from rl_core.data.report import DataReport, Problem
+from rl_core.data.row_counts import Hashes, Tally, chosen_tools
 from rl_core.data.rows import Found, Row
 from rl_core.data.sources import load_source
-from rl_core.data.tally import Hashes, Tally, chosen_tools
 from rl_core.errors import InputError
-from rl_core.processes import writable
+from rl_core.runtime.process_pool import writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

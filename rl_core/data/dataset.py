@@ -12,7 +12,8 @@ import jinja2
 from rl_core.data.rows import Row
 from rl_core.data.store import StoredRows
 from rl_core.errors import InputError, TransientError
-from rl_core.storage import Store
+from rl_core.storage import run_files
+from rl_core.storage.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +91,7 @@ class RLHFDataset:
         cls, store: Store, split: str, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf = without_tools
     ) -> "RLHFDataset":
         """The split (`train` or `val`) that `prepare_data` has committed; raises InputError when there is none."""
-        manifest = store.read_manifest("data")
+        manifest = store.read_manifest(run_files.DATA)
         if manifest is None:
             raise InputError("prepared data", "no committed folder data", store.url, "prepare the data first")
         sizes = [source["train_rows"] for source in manifest["meta"]["sources"]] if split == "train" else None

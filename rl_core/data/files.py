@@ -20,8 +20,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from rl_core.data.rows import Found
 from rl_core.errors import InputError
-from rl_core.filesystem import storage_errors
-from rl_core.storage import Store
+from rl_core.storage.filesystem import storage_errors
+from rl_core.storage.store import Store
 
 Paths = str | tuple[str, ...]
 CheckColumns = Callable[[Collection[str], str], None]

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from rl_core.data.boxed import last_box
-from rl_core.data.nested import parsed, plain
+from rl_core.data.json_columns import parsed, plain
 from rl_core.data.rows import Row
 from rl_core.data.sources import NO_SOURCE
 from rl_core.errors import InputError

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from rl_core.console import clean
 from rl_core.data.report import DataReport, Problem, RowsReport, Sample, columns_of, described, in_rows, total
-from rl_core.page import COLOURS, STYLE, render_page, to_svg
+from rl_core.html.page import COLOURS, STYLE, render_page, to_svg
 
 SPLITS = {"train": "Training rows", "val": "Held-out rows"}
 _FAULTS = ("malformed", "overlong", "duplicate", "held_out", "unknown_tool")

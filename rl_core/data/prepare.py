@@ -14,13 +14,12 @@ from rl_core.data.files import file_identity
 from rl_core.data.page import render_data_report
 from rl_core.data.report import DataReport, counted
 from rl_core.data.store import RowWriter, data_hash
-from rl_core.guardian import staging
-from rl_core.storage import Store
+from rl_core.runtime.guardian import staging
+from rl_core.storage import run_files
+from rl_core.storage.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-REPORT, PAGE, DROPPED = "data/report.json", "data/report.html", "data/dropped.jsonl"
 
 
 def prepare_data(
@@ -37,7 +36,7 @@ def prepare_data(
     {split: {reason: count}}, data_hash, data_sources: {data_source: rows}, sources: [{source, train_rows, weight}],
     files: {name: mark}}. Raises InputError for the first thing that keeps the run from starting.
     """
-    manifest = store.read_manifest("data")
+    manifest = store.read_manifest(run_files.DATA)
     if manifest is None:
         manifest = _prepare(config, store, tokenizer, tools_of, on_rows)
     meta: dict[str, Any] = manifest["meta"]
@@ -46,7 +45,7 @@ def prepare_data(
 
 def read_report(store: Store) -> DataReport:
     """What was found in the rows that are committed."""
-    return DataReport.from_json(store.read_json(REPORT))
+    return DataReport.from_json(store.read_json(run_files.DATA_REPORT))
 
 
 def summary(report: DataReport) -> str:
@@ -69,7 +68,7 @@ def _prepare(
     on_rows: Callable[[int], None],
 ) -> dict[str, Any]:
     check_tokenizer(tokenizer, config.model.path)
-    store.remove("data")  # what an attempt that did not end has left
+    store.remove(run_files.DATA)  # what an attempt that did not end has left
     # Marked before they are read: what changes meanwhile is then a change.
     files = file_identity(config.data.paths) if config.data.paths else {}
     writers = {split: RowWriter(store, split) for split in ("train", "val")}
@@ -90,14 +89,14 @@ def _prepare(
                 on_rows=on_rows,
             )
         if report.stops:
-            store.remove("data")
+            store.remove(run_files.DATA)
             raise report.stops[0].error
         digests = [writer.close() for writer in writers.values()]
         Path(folder, "report.json").write_text(json.dumps(report.as_json(), ensure_ascii=False), encoding="utf-8")
         Path(folder, "report.html").write_text(render_data_report(report, _title(config.data)), encoding="utf-8")
         parts = [entry for writer in writers.values() for entry in writer.files]
-        parts += store.upload(folder, "data")
-    return store.commit_folder("data", _meta(config.data, report, data_hash(digests), files), parts)
+        parts += store.upload(folder, run_files.DATA)
+    return store.commit_folder(run_files.DATA, _meta(config.data, report, data_hash(digests), files), parts)
 
 
 def _meta(config: DataConfig, report: DataReport, digest: str, files: dict[str, str]) -> dict[str, Any]:

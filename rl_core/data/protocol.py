@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
+Metrics = dict[str, float]
+"""Metrics by name."""
 Indices = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 

@@ -7,7 +7,7 @@ from rl_core.config.data import SourceConfig
 from rl_core.data.files import read_records
 from rl_core.data.rows import Found
 from rl_core.errors import InputError
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 
 def one_folder(config: SourceConfig) -> str | None:

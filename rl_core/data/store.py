@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 
 from rl_core.data.rows import Row, canonical
 from rl_core.errors import InputError
-from rl_core.filesystem import storage_errors
-from rl_core.guardian import staging
-from rl_core.storage import Json, Store
+from rl_core.runtime.guardian import staging
+from rl_core.storage import run_files
+from rl_core.storage.filesystem import storage_errors
+from rl_core.storage.store import Json, Store
 
 PART_ROWS = 1 << 16
 """More make a longer list of groups, which is read and parsed for a row of a part that is not open."""
@@ -34,7 +35,7 @@ SCHEMA = pa.schema([*((name, pa.string()) for name in (*KNOWN, "more")), ("promp
 
 def part_name(split: str, number: int) -> str:
     """Where a part of a split lies in the store: `data/train/part_00000.parquet`."""
-    return f"data/{split}/part_{number:05d}.parquet"
+    return run_files.rows_part(split, number)
 
 
 def part_writer(file: Path) -> pq.ParquetWriter:
@@ -54,7 +55,7 @@ class RowWriter:
 
     def __init__(self, store: Store, split: str) -> None:
         self.store, self.split = store, split
-        store.remove(f"data/{split}")  # parts of an attempt that did not end
+        store.remove(run_files.rows(split))  # parts of an attempt that did not end
         self.files: list[Json] = []
         """What `Store.commit_folder` takes of the parts that are written."""
         self._digest = hashlib.sha256()
@@ -100,7 +101,7 @@ class RowWriter:
         if self._part is not None:
             self._part.close()
             name = part_name(self.split, (self._rows - 1) // PART_ROWS)
-            self.files.append(self.store.put_file(self._file, "data", name.removeprefix("data/")))
+            self.files.append(self.store.put_file(self._file, run_files.DATA, name.removeprefix(f"{run_files.DATA}/")))
             self._part = None
 
 
@@ -114,7 +115,7 @@ class StoredRows(Sequence[Row]):
         self.store, self.split = store, split
         self._open = lru_cache(PARTS_OPEN)(self._open_part)
         self._group = lru_cache(GROUPS_KEPT)(self._read_group)
-        names = fnmatch.filter(store.listdir(f"data/{split}"), "part_*.parquet")
+        names = fnmatch.filter(store.listdir(run_files.rows(split)), "part_*.parquet")
         parts = [part_name(split, number) for number in range(max(1, len(names)))]
         for part in parts:
             if part.rpartition("/")[2] not in names:

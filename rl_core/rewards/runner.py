@@ -11,11 +11,11 @@ from typing import Any
 from pebble import ProcessExpired
 
 from rl_core.config.reward import RewardConfig, short_name
-from rl_core.processes import Processes
 from rl_core.rewards.code import code, warn_without_namespaces
 from rl_core.rewards.judge import JUDGE, Judge, check_judge
 from rl_core.rewards.scorers import Row, resolve_scorer, wants_trajectory
 from rl_core.rewards.worker import RewardResult, failure, score_chunk, start
+from rl_core.runtime.process_pool import Processes
 
 __all__ = ["RewardResult", "RewardRunner", "check_scorers"]
 

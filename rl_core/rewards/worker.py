@@ -11,8 +11,8 @@ from math import isfinite
 from numbers import Real
 from typing import Any, Literal, TextIO
 
-from rl_core.processes import finished, prepare_process, writable
 from rl_core.rewards.scorers import Row, resolve_scorer
+from rl_core.runtime.process_pool import finished, prepare_process, writable
 
 Packed = tuple[str, str, Row, dict[str, Any] | None]
 """A scorer's name and its arguments; a scorer of two arguments gets no trajectory."""

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pebble import ProcessExpired
 
 from rl_core.errors import TransientError
-from rl_core.processes import Processes, prepare_process, writable
 from rl_core.rollout.tools import BadArguments, ToolError
+from rl_core.runtime.process_pool import Processes, prepare_process, writable
 
 MAX_DETAIL = 4000
 """Characters of a traceback that are kept: its end."""

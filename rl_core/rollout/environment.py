@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_core.errors import InputError
-from rl_core.processes import finished, writable
 from rl_core.rollout.call_pool import CallPool, checked_reward
 from rl_core.rollout.tools.resolve import import_named
+from rl_core.runtime.process_pool import finished, writable
 
 Message = dict[str, Any]
 

@@ -10,7 +10,7 @@ import torch
 
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
-from rl_core.rollout.engine import Completion
+from rl_core.rollout.engine.protocol import Completion
 
 
 class TrajectoryState(Enum):

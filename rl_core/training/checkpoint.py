@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import GenerationConfig, PreTrainedModel
 
 from rl_core.errors import TransientError
-from rl_core.filesystem import storage_errors
-from rl_core.guardian import staging
 from rl_core.models.lora import save_adapters
-from rl_core.storage import MANIFEST, Json, Store, file_entry
+from rl_core.runtime.guardian import staging
+from rl_core.storage.filesystem import storage_errors
+from rl_core.storage.run_files import MANIFEST
+from rl_core.storage.store import Json, Store, file_entry
 from rl_core.training.engine import DTYPES, TrainEngine
 from rl_core.training.shards import METADATA, TensorReader
 

@@ -22,9 +22,9 @@ from rl_core.errors import TrainingError
 from rl_core.models.load import PolicyModel, ValueModel
 from rl_core.models.lora import base_name, factors, is_adapter, peft_name
 from rl_core.models.weights import load_weights
+from rl_core.training.mesh import Place
 from rl_core.training.optimizer import build_optimizer, learning_rate
 from rl_core.training.packing import micro_batches
-from rl_core.training.place import Place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # From the outputs [b, R] of a micro-batch and its rows: the loss and metrics, each a share of the mini-batch's total.

@@ -15,7 +15,7 @@ from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
 from rl_core.models.attention import to_device
 from rl_core.models.load import Packed
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 
 
 def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:

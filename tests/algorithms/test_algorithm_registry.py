@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core import steps
 from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.algorithms.registry import Registry
 from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
+from rl_core.trainer.advantage import compute_advantages
 from rl_core.training.losses import loss_settings, policy_loss
 
 OWN = """
@@ -80,7 +80,7 @@ def run_config(**sections: dict) -> RunConfig:
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS.entries))
 def test_every_estimator_gets_what_it_needs_from_the_batch(name: str) -> None:
-    seen = steps.advantages(batch(), run_config(algorithm={"estimator": name, "gamma": 0.9, "lam": 0.8}))
+    seen = compute_advantages(batch(), run_config(algorithm={"estimator": name, "gamma": 0.9, "lam": 0.8}))
     for column in ("advantages", "returns"):
         assert torch.isfinite(seen.batch[column]).all() and not seen.batch[column][:, 2].any()
     assert seen.batch["advantages"].any()
@@ -88,7 +88,7 @@ def test_every_estimator_gets_what_it_needs_from_the_batch(name: str) -> None:
 
 def test_settings_reach_the_estimators() -> None:
     def of(**algorithm: object) -> torch.Tensor:
-        return steps.advantages(batch(), run_config(algorithm=algorithm)).batch["returns"]
+        return compute_advantages(batch(), run_config(algorithm=algorithm)).batch["returns"]
 
     assert of(estimator="reinforce_plus_plus", gamma=0.5)[0].tolist() == [1.0, 2.0, 0.0]
     assert of(estimator="gae", gamma=1.0, lam=0.0)[0].tolist() == pytest.approx([0.25, 2.0, 0.0])
@@ -114,23 +114,23 @@ def test_an_import_path_that_leads_nowhere_is_explained(name: str, own: str) -> 
 
 
 def test_an_estimator_of_ones_own_is_a_function_in_a_file(own: str) -> None:
-    seen = steps.advantages(batch(), run_config(algorithm={"estimator": f"{own}:half"}))
+    seen = compute_advantages(batch(), run_config(algorithm={"estimator": f"{own}:half"}))
     assert seen.batch["advantages"].tolist() == [[1.0, 1.0, 0.0], [0.5, 0.0, 0.0]]
 
 
 def test_a_registered_one_gets_what_it_needs_by_either_name(own: str) -> None:
     for name in (f"{own}:discounted", "test_discounted"):
-        seen = steps.advantages(batch(), run_config(algorithm={"estimator": name, "gamma": 0.5}))
+        seen = compute_advantages(batch(), run_config(algorithm={"estimator": name, "gamma": 0.5}))
         assert seen.batch["advantages"].tolist() == [[1.0, 1.0, 0.0], [0.5, 0.0, 0.0]]
 
 
 def test_a_need_that_nobody_serves_is_explained(own: str) -> None:
     with pytest.raises(InputError, match=r"gamma, greedy_reward_B(.|\n)*needs entropy_BR(.|\n)*estimator=.*:wishful"):
-        steps.advantages(batch(), run_config(algorithm={"estimator": f"{own}:wishful"}))
+        compute_advantages(batch(), run_config(algorithm={"estimator": f"{own}:wishful"}))
     plain = batch().select(["response_mask", "token_level_rewards", "old_log_probs", "sum_pi_squared", "uid"])
     for name, need in (("gdpo", "named_rewards"), ("remax", "greedy_reward_B"), ("gae", "values_BR")):
         with pytest.raises(InputError, match=f"needs {need}"):
-            steps.advantages(plain, run_config(algorithm={"estimator": name}))
+            compute_advantages(plain, run_config(algorithm={"estimator": name}))
 
 
 def test_a_policy_loss_of_ones_own_keeps_its_aggregation(own: str) -> None:

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_core import steps
 from rl_core.algorithms.correction import importance_weights, mismatch_metrics, rejection_mask
 from rl_core.config.schema import CorrectionConfig
 from rl_core.data.protocol import DataProto
+from rl_core.trainer.advantage import apply_rollout_correction
 
 LEVELS = ["token", "sequence_mean", "sequence_sum", "sequence_max"]
 quick = settings(deadline=None, max_examples=40)
@@ -130,7 +130,7 @@ def test_rejected_tokens_leave_the_mask_and_weights_follow_it() -> None:
     old_BR, rollout_BR, mask_BR = of_ratios([[4.0, 1.5, 1.0], [1.0, 1.0, 9.0]], [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     tensors = {"old_log_probs": old_BR, "rollout_log_probs": rollout_BR, "response_mask": mask_BR}
     config = CorrectionConfig(reject="token", weights="token", weight_bounds=(0.0, 1.25))
-    batch, metrics = steps.correct(DataProto(tensors), config)
+    batch, metrics = apply_rollout_correction(DataProto(tensors), config)
     assert batch.batch["response_mask"].tolist() == [[0, 1, 1], [1, 1, 0]]
     torch.testing.assert_close(batch.batch["weights"], torch.tensor([[0, 1.25, 1.0], [1.0, 1.0, 0]]))
     assert metrics == {
@@ -138,7 +138,7 @@ def test_rejected_tokens_leave_the_mask_and_weights_follow_it() -> None:
         "correction/weight_mean": pytest.approx(4.25 / 4),
         "correction/bounded_share": pytest.approx(0.25),
     }
-    untouched, nothing = steps.correct(DataProto(tensors), CorrectionConfig())
+    untouched, nothing = apply_rollout_correction(DataProto(tensors), CorrectionConfig())
     assert untouched.batch.keys() == tensors.keys() and nothing == {}
 
 

@@ -16,11 +16,11 @@ from rl_core.errors import TransientError
 START = """
 import os, signal, sys, threading
 from pathlib import Path
-from rl_core.environment import prepare_environment
+from flows.home import prepare_environment
 home = Path(sys.argv[1])
 prepare_environment(home)
 from rl_core.cluster.resources import ray_session
-from rl_core.guardian import start_guardian
+from rl_core.runtime.guardian import start_guardian
 
 class Stop(BaseException):
     pass

@@ -18,10 +18,10 @@ from rl_core.config.compose import compose
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
-from rl_core.evaluation import evaluate
+from rl_core.evaluation.evaluate import evaluate
 from rl_core.rewards.model import RewardModel
 from rl_core.rewards.worker import RewardResult, failure
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 HOME = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
 

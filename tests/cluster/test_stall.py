@@ -16,23 +16,23 @@ HOST = f"""  File "/app/rl_core/cluster/worker_group.py", line 33 in call
 COLLECTIVE = f"""Current thread 0x00007f7392bff6c1 (most recent call first):
   File "{SITE}/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "{SITE}/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/app/rl_core/cluster/workers.py", line 98 in _train
-  File "/app/rl_core/cluster/workers.py", line 233 in update_actor
+  File "/app/rl_core/cluster/training_workers.py", line 98 in _train
+  File "/app/rl_core/cluster/training_workers.py", line 233 in update_actor
 {HOST}"""
 WAITING_LOOP = f"""Thread 0x00007f7392bff6c1 (most recent call first):
   File "{LIB}/selectors.py", line 468 in select
   File "{LIB}/asyncio/base_events.py", line 641 in run_until_complete
-  File "/app/rl_core/cluster/workers.py", line 211 in generate_sequences
+  File "/app/rl_core/cluster/training_workers.py", line 211 in generate_sequences
 {HOST}"""
 TASK = f"""Thread 0x00007f7392bff6c1 (most recent call first):
   File "{SITE}/vllm/core.py", line 468 in step
-  File "/app/rl_core/rollout/requests.py", line 141 in _step
+  File "/app/rl_core/rollout/engine/request_queue.py", line 141 in _step
   File "{LIB}/asyncio/events.py", line 80 in _run
-  File "/app/rl_core/cluster/workers.py", line 211 in generate_sequences
+  File "/app/rl_core/cluster/training_workers.py", line 211 in generate_sequences
 {HOST}"""
 COMPILED_LOOP = f"""Thread 0x00007f7392bff6c1 (most recent call first):
   File "{SITE}/vllm/core.py", line 468 in step
-  File "/app/rl_core/rollout/requests.py", line 141 in _step
+  File "/app/rl_core/rollout/engine/request_queue.py", line 141 in _step
   File "{LIB}/threading.py", line 982 in run
 """
 
@@ -40,11 +40,11 @@ COMPILED_LOOP = f"""Thread 0x00007f7392bff6c1 (most recent call first):
 @pytest.mark.parametrize(
     ("stacks", "words"),
     [
-        (COLLECTIVE, "waits for other ranks in all_reduce (distributed_c10d.py:3252) < _train (workers.py:98) < "
-                     "update_actor (workers.py:233)"),
-        (WAITING_LOOP, "is in select (selectors.py:468) < generate_sequences (workers.py:211)"),
-        (TASK, "is in step (core.py:468) < _step (requests.py:141)"),
-        (COMPILED_LOOP, "is in step (core.py:468) < _step (requests.py:141)"),
+        (COLLECTIVE, "waits for other ranks in all_reduce (distributed_c10d.py:3252) < "
+                     "_train (training_workers.py:98) < update_actor (training_workers.py:233)"),
+        (WAITING_LOOP, "is in select (selectors.py:468) < generate_sequences (training_workers.py:211)"),
+        (TASK, "is in step (core.py:468) < _step (request_queue.py:141)"),
+        (COMPILED_LOOP, "is in step (core.py:468) < _step (request_queue.py:141)"),
         ("", "waits for the next call, or awaits something in its event loop"),
     ],
     ids=["collective", "waiting loop", "task", "compiled loop", "nothing"],

@@ -339,7 +339,7 @@ def test_the_root_cause_is_shown_not_the_broken_collective_it_leads_to(
 
 
 def joining_class() -> type:
-    from rl_core.cluster.worker import Worker
+    from rl_core.cluster.base_worker import Worker
 
     class Joining(Worker):
         @register(Dispatch.ONE_TO_ALL)

@@ -5,7 +5,7 @@ from rl_core.data.rows import Row
 from rl_core.data.sources import arithmetic
 from rl_core.errors import InputError
 from rl_core.rewards.scorers import numeric
-from rl_core.rollout.parsers import PARSERS
+from rl_core.rollout.agent.parsers import PARSERS
 from rl_core.rollout.tools.calculator import calculator
 
 

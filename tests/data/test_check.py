@@ -16,8 +16,8 @@ from rl_core.data.check import Dropped, check_data
 from rl_core.data.dataset import ToolsOf, without_tools
 from rl_core.data.page import render_data_report
 from rl_core.data.report import DataReport
-from rl_core.data.tally import MAX_NAMES, OTHERS, Hashes, Names
-from rl_core.rollout.toolbox import row_schemas
+from rl_core.data.row_counts import MAX_NAMES, OTHERS, Hashes, Names
+from rl_core.rollout.agent.toolbox import row_schemas
 
 Rows = list[dict[str, Any]]
 CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"x": {}}}}}

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from support_pages import page, table, write_files
 
-from flows.cli import main
+from flows.cli.main import main
 from rl_core.config.compose import compose, flatten, recipe_names
 from rl_core.config.data import DropReason
 from rl_core.data.layouts import LAYOUTS

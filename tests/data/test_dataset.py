@@ -9,7 +9,7 @@ from rl_core.data.dataset import RLHFDataset, encode_prompt
 from rl_core.data.prepare import prepare_data
 from rl_core.data.rows import make_row
 from rl_core.errors import InputError
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 ROWS = [make_row("exact", str(i), "math", str(i), str(i), "train", i) for i in range(10)]
 

@@ -23,7 +23,7 @@ from rl_core.config.data import SourceConfig
 from rl_core.data.files import changed_files, data_files, file_identity, read_records
 from rl_core.data.sources import files
 from rl_core.errors import InputError, TransientError
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 Rows = list[dict[str, Any]]
 ROWS: Rows = [{"n": i, "text": f"row {i}\u2028", "deep": {"list": [i, None]}, "more": "x" * 50} for i in range(700)]

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from benchmarks import data
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 
 def test_drawing_prompts_from_many_rows_takes_no_more_memory_than_from_few(tmp_path: Path) -> None:

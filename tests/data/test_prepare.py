@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
-from rl_core.data.prepare import DROPPED, prepare_data, read_report, summary
+from rl_core.data.prepare import prepare_data, read_report, summary
 from rl_core.errors import InputError
-from rl_core.storage import Store
+from rl_core.storage import run_files
+from rl_core.storage.store import Store
 
 Rows = list[dict[str, Any]]
 Configured = Callable[..., RunConfig]
@@ -109,12 +110,12 @@ def test_an_overlong_prompt_stops_or_is_dropped_and_counted(
     meta = prepare_data(configured(train, val, max_prompt_length=10, **drop), store, tokenizer)
     assert meta["train_rows"] == 2 and meta["dropped"] == {"train": {"overlong": 1}, "val": {}}
     assert [r["reward_model"]["ground_truth"] for r in RLHFDataset.load(store, "train", tokenizer).rows] == ["1", "2"]
-    listed = [json.loads(line) for line in store.read_bytes(DROPPED).splitlines()]
+    listed = [json.loads(line) for line in store.read_bytes(run_files.DROPPED_ROWS).splitlines()]
     assert listed == [{"split": "train", "where": "train row 2", "reason": "overlong", "detail": "11 tokens"}]
     assert summary(read_report(store)) == "2 training rows, 1 held out; dropped 1 (overlong 1)"
     prepare_data(configured([row("1"), row("1")], val), other := Store(f"{store.url}-repeats"), tokenizer)
     assert summary(read_report(other)) == "2 training rows, 1 held out; 1 repeat a prompt"
-    committed = {file["path"] for file in (store.read_manifest("data") or {})["files"]}
+    committed = {file["path"] for file in (store.read_manifest(run_files.DATA) or {})["files"]}
     assert {"report.json", "report.html", "dropped.jsonl"} < committed
 
 

@@ -12,7 +12,7 @@ from rl_core.data import store as module
 from rl_core.data.rows import Row, make_row
 from rl_core.data.store import RowWriter, StoredRows, data_hash, part_name
 from rl_core.errors import InputError
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 TEXT = st.text(st.characters())  # lone surrogates too
 JSON = st.recursive(

@@ -14,7 +14,8 @@ from typing import Any
 
 from support_faults import END, FAULTS, FLOW, UNNOTICED, find, kills_left, last_step, note, passing
 
-from flows.commands.base import prepare_home
+from flows.home import prepare_home
+from rl_core.storage import run_files
 
 Step = Callable[..., int]
 
@@ -63,24 +64,24 @@ def only(condition: Callable[..., bool], owner: Any, name: str, boundary: str, s
 
 def prepare() -> None:
     """Wraps the parts of a run."""
-    from rl_core import steps
     from rl_core.cluster.calls import Call
     from rl_core.cluster.roles import Roles
+    from rl_core.cluster.rollout_handle import ColocatedRollouts
     from rl_core.cluster.rollout_pool import RolloutPool
-    from rl_core.cluster.rollouts import ColocatedRollouts
     from rl_core.cluster.worker_group import GroupMethod
-    from rl_core.commit import CHECKPOINTS, Commits
-    from rl_core.ledger import Ledger
-    from rl_core.sampling import Sampler
-    from rl_core.storage import Store
+    from rl_core.storage.ledger import Ledger
+    from rl_core.storage.store import Store
+    from rl_core.trainer import trainer
+    from rl_core.trainer.checkpoints import Commits
+    from rl_core.trainer.sampler import Sampler
     from tasks import evaluate
-    from tasks.registry import Registry
+    from tasks.registry.registry import Registry
     from tasks.session import Session
 
     now: Step = lambda *_, **__: last_step()  # noqa: E731
     begins(Sampler, "batch")
     around(Sampler, "batch", "rollout", "rollout", lambda _self, step, _phase: step, tokens_of)
-    around(steps, "advantages", "advantage", "advantage", now)
+    around(trainer, "compute_advantages", "advantage", "advantage", now)
     for method, boundary in (("update_critic", "critic update"), ("update_actor", "actor update")):
         only(lambda self, *_, m=method: self.name == m, GroupMethod, "submit", boundary, now)
         only(lambda self, m=method: self.method == m, Call, "get", boundary, now)
@@ -88,7 +89,7 @@ def prepare() -> None:
         around(pushes, "push_weights", "weight push", "weight push", lambda _self, version: version)
     around(Commits, "begin", "checkpoint shards", None, lambda _self, step, _meta: step)
     around(Roles, "finish_checkpoint", None, "checkpoint shards", now)
-    only(lambda _self, rel, *_: rel.startswith(CHECKPOINTS), Store, "commit_folder", "manifest",
+    only(lambda _self, rel, *_: rel.startswith(run_files.CHECKPOINTS), Store, "commit_folder", "manifest",
          lambda _self, rel, *_: int(rel.rpartition("_")[2]))  # fmt: skip
     around(Ledger, "write", "ledger record", "ledger record", lambda _self, step, _record: step)
     around(Session, "flush_metrics", "metric flush", "metric flush", lambda _self, step: step)
@@ -154,7 +155,7 @@ if __name__ == "__main__":
     prepare_home(verbose=False)
     note_processes({})  # a process that finds every step done starts no workers
     prepare()
-    from flows.cli import main
+    from flows.cli.main import main
 
     code = main()
     note(faults(), boundary="end", when="after", step=last_step(), tokens=0)

@@ -9,7 +9,7 @@ import pytest
 from support_proxy import Proxy, proxy_to
 from support_servers import empty_bucket
 
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 URL = "s3://runs/team/one"
 

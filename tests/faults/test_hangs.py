@@ -1,7 +1,7 @@
 """Whatever hangs ends within its deadline, and says who waits for what since when.
 
-A scorer that hangs is in tests/rewards/test_reward_runner.py, a tool in tests/rollout/test_tool_runner.py, a trained
-rank that is stopped in tests/test_trainer.py.
+Elsewhere: a scorer that hangs (tests/rewards/test_reward_runner.py), a tool (tests/rollout/agent/test_tool_runner.py),
+a rank that is stopped (tests/trainer/test_trainer.py).
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from rl_core.cluster.resources import ResourcePool, ray_session
 from rl_core.cluster.worker_group import AsyncHost, Host, RayWorkerGroup
 from rl_core.config.schema import RunConfig
 from rl_core.errors import Stalled
-from rl_core.status import Status, read_status
-from rl_core.storage import Store
-from tasks.stalls import keep_stall
-from tasks.tracking import Tracker
+from rl_core.storage.status import Status, read_status
+from rl_core.storage.store import Store
+from tasks.runs.hang_report import keep_stall
+from tasks.tracking.tracker import Tracker
 
 HOME = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
 RUN = "hangs"
@@ -42,7 +42,7 @@ numbers = count()
 
 def ranks_class() -> type:
     # Made in a function, so that Ray sends the class itself: its processes cannot import this file.
-    from rl_core.cluster.worker import Worker
+    from rl_core.cluster.base_worker import Worker
 
     class Ranks(Worker):
         def never_answers(self) -> None:
@@ -78,7 +78,7 @@ def engine_class() -> type:
 
     class Engine:
         def __init__(self) -> None:
-            from rl_core.rollout.requests import Requests
+            from rl_core.rollout.engine.request_queue import Requests
 
             self.requests = Requests(Endless(), 1, 4)  # type: ignore[arg-type]
 
@@ -184,13 +184,13 @@ import os, subprocess, time
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from flows.commands.base import prepare_home
+from flows.home import prepare_home
 from rl_core.config.compose import compose
 
 home = prepare_home(False)
 from flows.preflight import preflight, watched
 from tasks.prepare_data import prepare_data
-from tasks.runs import open_run
+from tasks.runs.run import open_run
 from tasks.session import open_session
 
 class Silent(MemoryFileSystem):
@@ -237,7 +237,7 @@ def test_files_that_never_answer_end_the_process(tmp_path: Path) -> None:
 
 HOLDING_THE_LOCK = """
 import ctypes
-from rl_core import watchdog
+from rl_core.runtime import watchdog
 watchdog.CHECK_S, watchdog.HELD_S = 0.1, 0.5
 watchdog.Watchdog(1.5, print).__enter__()
 import time; time.sleep(0.5)

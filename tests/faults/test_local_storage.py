@@ -9,23 +9,24 @@ from pathlib import Path
 import pytest
 from support import policy_engine, save
 
-from rl_core.commit import CHECKPOINTS
 from rl_core.config.compose import compose
 from rl_core.config.schema import OptimConfig
 from rl_core.console import Console
 from rl_core.errors import InputError, TransientError
-from rl_core.storage import Store, step_name
+from rl_core.storage import run_files
+from rl_core.storage.run_files import step_name
+from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine
-from rl_core.training.place import Place
-from tasks.pages import described, run_page
-from tasks.runs import open_run
+from rl_core.training.mesh import Place
+from tasks.runs.report_page import described, run_page
+from tasks.runs.run import open_run
 from tasks.session import Session, open_session
 
 ROOM = "free space there and give the same command again"
 
 
 def checkpoint(store: Store, step: int, size: int = 1000) -> str:
-    folder = f"{CHECKPOINTS}/{step_name(step)}"
+    folder = run_files.checkpoint(step)
     files = [store.add_bytes(bytes([step]) * size, folder, name) for name in ("actor/a", "actor/b")]
     store.commit_folder(folder, {}, files)
     return folder
@@ -38,10 +39,10 @@ def test_a_full_disk_says_so_and_the_checkpoint_before_stays(small_disk: Path) -
         checkpoint(store, 2, size=5 << 20)
     assert str(small_disk) in caught.value.where and "No space left" in caught.value.seen
     assert not list(small_disk.rglob("*.tmp"))
-    found = store.take_up(CHECKPOINTS)
-    assert found and found[0] == 1 and store.listdir(CHECKPOINTS) == [step_name(1)]
+    found = store.take_up(run_files.CHECKPOINTS)
+    assert found and found[0] == 1 and store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
     checkpoint(store, 2)
-    assert store.verify(f"{CHECKPOINTS}/{step_name(2)}") == []
+    assert store.verify(run_files.checkpoint(2)) == []
 
 
 def test_a_lease_that_does_not_fit_leaves_no_torn_one(small_disk: Path) -> None:
@@ -54,26 +55,26 @@ def test_a_lease_that_does_not_fit_leaves_no_torn_one(small_disk: Path) -> None:
 
 def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: Path, place: Place) -> None:
     engine, store = policy_engine(tiny_model, place, OptimConfig()), Store(str(small_disk / "run"))
-    save(engine, store, f"{CHECKPOINTS}/{step_name(1)}/actor")
-    store.commit_folder(f"{CHECKPOINTS}/{step_name(1)}", {})
+    save(engine, store, f"{run_files.checkpoint(1)}/actor")
+    store.commit_folder(run_files.checkpoint(1), {})
     filler = small_disk / "filler"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(bytes(4096))
     with pytest.raises(InputError, match=ROOM):
-        save(engine, store, f"{CHECKPOINTS}/{step_name(2)}/actor")
+        save(engine, store, f"{run_files.checkpoint(2)}/actor")
     filler.unlink()
-    found = store.take_up(CHECKPOINTS)
+    found = store.take_up(run_files.CHECKPOINTS)
     assert found and found[0] == 1
-    load_engine(engine, store, f"{CHECKPOINTS}/{step_name(1)}/actor")
-    save(engine, store, f"{CHECKPOINTS}/{step_name(2)}/actor")
+    load_engine(engine, store, f"{run_files.checkpoint(1)}/actor")
+    save(engine, store, f"{run_files.checkpoint(2)}/actor")
 
 
 def test_a_file_that_may_not_grow_is_told_as_a_full_disk(tmp_path: Path) -> None:
     program = (
         "import resource, signal, sys\n"
         "from rl_core.errors import InputError\n"
-        "from rl_core.storage import Store\n"
+        "from rl_core.storage.store import Store\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"
@@ -92,7 +93,7 @@ def test_a_read_only_disk_is_read_and_not_written(small_disk: Path) -> None:
     for call in (lambda: checkpoint(store, 2), lambda: store.remove(folder), lambda: store.create_bytes("l", b"")):
         with pytest.raises(InputError, match="give this user the right"):
             call()
-    found = store.take_up(CHECKPOINTS)
+    found = store.take_up(run_files.CHECKPOINTS)
     assert found and found[0] == 1 and store.verify(folder) == []
 
 
@@ -122,13 +123,13 @@ def said(session: Session) -> str:
 def test_a_person_sees_the_damage_when_a_run_is_taken_up(session: Session, damage: str) -> None:
     for step in (1, 2):
         checkpoint(session.store, step)
-    folder = session.store.local_path(f"{CHECKPOINTS}/{step_name(2)}")
+    folder = session.store.local_path(run_files.checkpoint(2))
     assert folder
     DAMAGES[damage][0](folder / "actor/b")
-    found = session.store.take_up(CHECKPOINTS, session.warn)
+    found = session.store.take_up(run_files.CHECKPOINTS, session.warn)
     assert found and found[0] == 1 and not folder.exists()
     words = f"{folder} is damaged and is not used: {DAMAGES[damage][1]}"
-    assert words in said(session) and f"hurt/{CHECKPOINTS}" in words
+    assert words in said(session) and f"hurt/{run_files.CHECKPOINTS}" in words
     assert session.store.read_json("notes.json")[0]["text"] == words
 
 

@@ -18,12 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 from support_flows import COMMAND, SMALL, environment
 
-from flows.cli import main
+from flows.cli.main import main
+from flows.home import ADDRESSES
 from rl_core.config.compose import compose
-from rl_core.credentials import ADDRESSES, without_credentials
+from rl_core.credentials import without_credentials
 from rl_core.errors import InputError, TransientError
-from rl_core.storage import Store, storage_errors
-from tasks.tracking import check_tracking
+from rl_core.storage.store import Store, storage_errors
+from tasks.tracking.tracker import check_tracking
 
 WORD = "hunter2Zq7"
 """Part of every secret."""
@@ -38,7 +39,7 @@ URL = f"https://user:{WORD}@host.example/place"
 NOWHERE = {"AWS_ACCESS_KEY_ID": "me", "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
 EVALUATED, TRAINED = 2 * 8, 2 * 8 * 4
 """Responses that the judge scores before and after the training, and in it."""
-MCP_SERVER = Path(__file__).parents[1] / "rollout/mcp_server_for_tests.py"
+MCP_SERVER = Path(__file__).parents[1] / "mcp_server_for_tests.py"
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -12,7 +12,11 @@ DRIVER, WORKER = 7, 8
 
 
 def measured(
-    memory: float = 0.0, files: float = 0.0, segments: float = 0.0, kept: float = 0.0, seconds: float = 0.0,
+    memory: float = 0.0,
+    files: float = 0.0,
+    segments: float = 0.0,
+    kept: float = 0.0,
+    seconds: float = 0.0,
     cpu: float = 0.0,
 ) -> Soak:
     """A run whose driver and folders grow by these shares over its steps, but for a warm-up where all do."""
@@ -25,8 +29,12 @@ def measured(
             step,
             {
                 DRIVER: Usage(
-                    "rollforward", step * (1 + cpu * step / STEPS),
-                    grown(200 * MIB, memory, step), 10, grown(100, files, step), 5,
+                    "rollforward",
+                    step * (1 + cpu * step / STEPS),
+                    grown(200 * MIB, memory, step),
+                    10,
+                    grown(100, files, step),
+                    5,
                 ),
                 WORKER: Usage("worker", step, 500 * MIB + step % 3 * MIB // 4, 20, 50, 5),
             },
@@ -97,7 +105,8 @@ def test_a_pool_of_threads_may_fill_late(more: int, found: list[str]) -> None:
 
 def test_processes_have_names_that_stay() -> None:
     for line, name in (
-        ("ray::update_actor", "worker"), ("ray::IDLE", "ray IDLE"),
+        ("ray::update_actor", "worker"),
+        ("ray::IDLE", "ray IDLE"),
         ("/site-packages/ray/core/src/ray/raylet/raylet --raylet_socket_name=x", "ray raylet"),
         ("/venv/bin/python /venv/bin/rollforward run demo", "rollforward"),
         ("/usr/bin/python -m uvicorn --app-dir x prefect.server.api.server:create_app", "prefect server"),

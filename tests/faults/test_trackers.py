@@ -19,13 +19,13 @@ from support_trackers import Proxy, commit, mlflow_run, points
 
 from rl_core.config.compose import compose
 from rl_core.errors import InputError, TransientError
-from rl_core.status import Status
-from tasks import outage
-from tasks.orphans import STORE_TAG
-from tasks.outage import Pace
-from tasks.runs import Run, open_run
+from rl_core.storage.status import Status
+from tasks.runs.run import Run, open_run
 from tasks.session import Session, open_session
-from tasks.tracking import check_tracking, mlflow_client, quiet_mlflow
+from tasks.tracking import outage
+from tasks.tracking.outage import Pace
+from tasks.tracking.stale_runs import STORE_TAG
+from tasks.tracking.tracker import check_tracking, mlflow_client, quiet_mlflow
 
 quiet_mlflow()
 KEYS = ("reward/mean", "time/step", "rollforward/step")

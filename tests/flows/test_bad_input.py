@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from support_flows import rollforward
 
-from flows.ports import check_port
 from flows.preflight import check_cluster, check_prefect, preflight
+from flows.server.ports import check_port
 from rl_core.config.compose import compose
 from rl_core.errors import InputError
 

@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 from support_flows import Result, environment, rollforward
 
 from rl_core.data.store import StoredRows
-from rl_core.model_card import weights_hash
-from rl_core.storage import Store
+from rl_core.reports.model_card import weights_hash
+from rl_core.storage.store import Store
 
 LINES = re.compile(r"^($|▸ |✓ |  \S|Run |Model )")
 
@@ -134,7 +134,7 @@ def test_the_export_has_a_model_card_that_its_manifest_covers(home: Path, steps:
 
 
 def champion(home: Path, tmp_path: Path) -> Path:
-    from tasks.registry import Registry
+    from tasks.registry.registry import Registry
 
     return Registry(f"sqlite:///{home}/mlflow.db", "rollforward-demo").download("champion", tmp_path / "champion")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli import _parser
-from flows.deploy import DEPLOYMENTS, FOLDER, read_automations, read_deployments
-from flows.services import SETTINGS
+from flows.cli.main import _parser
+from flows.server.deploy import DEPLOYMENTS, FOLDER, read_automations, read_deployments
+from flows.server.services import SETTINGS
 from rl_core.errors import InputError
 
 PAGE = (FOLDER.parent / "docs/operations.md").read_text()

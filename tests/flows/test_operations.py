@@ -23,11 +23,12 @@ import pytest
 import yaml
 from support_flows import Result, environment, rollforward
 
-from flows.deploy import DEPLOYMENTS
-from flows.ports import check_port
-from flows.services import call, leftovers
-from rl_core.environment import Process, read_services
-from rl_core.storage import step_name
+from flows.server.deploy import DEPLOYMENTS
+from flows.server.ports import check_port
+from flows.server.service_file import running_services
+from flows.server.services import call, leftovers
+from rl_core.runtime.process import Process
+from rl_core.storage.run_files import step_name
 
 TINY = [
     "data.train_batch_size=8",
@@ -111,7 +112,7 @@ class Place:
         return sorted(file.parent.name for file in (self.home / "runs" / run).glob("checkpoints/*/manifest.json"))
 
     def aliases(self) -> dict[str, str]:
-        from tasks.registry import Registry
+        from tasks.registry.registry import Registry
 
         return Registry(self.mlflow, "rollforward-demo").aliases()
 
@@ -153,16 +154,16 @@ def first(place: Place) -> dict[str, Any]:
 
 
 def test_up_again_starts_nothing(place: Place) -> None:
-    services = read_services(place.home)
+    services = running_services(place.home)
     again = rollforward(place.home, "up")
-    assert "all ran already" in again.output and read_services(place.home) == services
+    assert "all ran already" in again.output and running_services(place.home) == services
 
 
 def test_a_service_that_died_comes_back_where_the_others_look_for_it(place: Place) -> None:
-    (process := read_services(place.home)["mlflow"].process.find()).kill()
+    (process := running_services(place.home)["mlflow"].process.find()).kill()
     process.wait(10)
     assert rollforward(place.home, "up").code == 0
-    assert read_services(place.home)["mlflow"].address == place.mlflow
+    assert running_services(place.home)["mlflow"].address == place.mlflow
 
 
 def test_an_overlapping_training_is_refused_by_name(place: Place, first: dict[str, Any]) -> None:
@@ -211,7 +212,7 @@ def test_an_event_starts_a_retraining_that_survives_its_worker(place: Place, fir
     run = place.last_run("retrain-nightly")
     name = f"demo-{run['id'][:8]}"
     until(lambda: place.committed(name), 300, place.log)
-    worker = read_services(place.home)["worker"].process.find()
+    worker = running_services(place.home)["worker"].process.find()
     for process in [worker, *worker.children(recursive=True)]:
         process.kill()
     assert rollforward(place.home, "up").code == 0
@@ -268,7 +269,7 @@ def test_down_leaves_nothing(place: Place, first: dict[str, Any]) -> None:
     assert place.committed("ended")[-1] == step_name(int(last)), log
     states = states_of(place.home, run["id"])
     assert states[-1][0] == "CANCELLED" and "CRASHED" not in dict(states), states
-    assert not process.is_running() and leftovers(place.home) == [] and read_services(place.home) == {}
+    assert not process.is_running() and leftovers(place.home) == [] and running_services(place.home) == {}
     for address in (place.api.removesuffix("/api"), place.mlflow):
         check_port(int(address.rpartition(":")[2]))
 

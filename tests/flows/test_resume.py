@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support_flows import COMMAND, SMALL, Result, environment, rollforward
 
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 RUN = ["run", "demo", "--run", "small", *SMALL]
 SLOW = [

@@ -15,11 +15,13 @@ import pytest
 
 from flows import attempts
 from flows.attempts import begin_attempt
+from flows.home import prepare_environment
 from flows.retrain import limited, plan_retraining
+from flows.server.service_file import Service, running_services, write_services
 from rl_core.config.compose import compose
 from rl_core.data.identity import data_identity
-from rl_core.environment import Process, Service, prepare_environment, read_services, write_services
 from rl_core.errors import InputError, TrainingError, TransientError
+from rl_core.runtime.process import Process
 
 
 def identity(*settings: str) -> str:
@@ -132,7 +134,7 @@ def test_services_that_run_are_used_and_those_of_an_earlier_boot_are_not(
     now = Process.of(sleeper.pid)
     stale = Process(now.pid, now.started - 100)
     write_services(tmp_path, {"prefect": Service(now, "http://p/api", ""), "mlflow": Service(stale, "http://m", "")})
-    assert set(read_services(tmp_path)) == {"prefect"}
+    assert set(running_services(tmp_path)) == {"prefect"}
     prepare_environment(tmp_path)
 
     assert os.environ["PREFECT_API_URL"] == "http://p/api" and "MLFLOW_TRACKING_URI" not in os.environ

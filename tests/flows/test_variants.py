@@ -8,7 +8,7 @@ from support_flows import SMALL, rollforward
 from support_pages import write_files
 from support_servers import Server, empty_bucket, s3_server
 
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 
 PROBLEMS = [
     {"question": f"Ann has {a} apples and buys {b} more. How many?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}

@@ -17,10 +17,10 @@ def main(model: Path) -> None:
 
     from rl_core.config.schema import LoraConfig, OptimConfig, RolloutConfig
     from rl_core.data.protocol import DataProto
-    from rl_core.rollout.engine import Sampling
-    from rl_core.rollout.sharding_manager import ShardingManager
-    from rl_core.rollout.vllm import VLLMEngine
-    from rl_core.training.place import make_place
+    from rl_core.rollout.engine.protocol import Sampling
+    from rl_core.rollout.engine.vllm_engine import VLLMEngine
+    from rl_core.rollout.weights.weight_sync import ShardingManager
+    from rl_core.training.mesh import make_place
 
     place = make_place(torch.device("cuda", 0), 1, 1, 1)
     lora = LoraConfig(rank=8, alpha=64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_core.training.place import Place, make_place
+from rl_core.training.mesh import Place, make_place
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from rl_core.config.schema import EngineConfig, LoraConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.log_probs import LOGIT_CHUNK, ChunkedLogProbs
 from rl_core.training.engine import TrainEngine
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 OPTIM = OptimConfig(lr=1e-3, grad_clip=0.5)

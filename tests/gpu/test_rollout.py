@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.train_step import SHAPE  # 0.49B parameters
 from rl_core.config.schema import OptimConfig, RolloutConfig
 from rl_core.data.protocol import DataProto
-from rl_core.rollout.engine import RolloutEngine, Sampling
-from rl_core.rollout.sharding_manager import ShardingManager
+from rl_core.rollout.engine.protocol import RolloutEngine, Sampling
+from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.training.engine import TrainEngine
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 LENGTH, GB = 128, 1e9
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rollout(model: Path, gpu: Place) -> Iterator[RolloutEngine]:
-    from rl_core.rollout.vllm import VLLMEngine
+    from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
     settings = RolloutConfig(gpu_memory_utilization=0.25, max_num_seqs=128)
     engine = VLLMEngine(model, settings, "bfloat16", LENGTH, gpu.device)

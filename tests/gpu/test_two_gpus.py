@@ -50,7 +50,7 @@ def test_the_step_is_that_of_one_gpu(outcome: tuple[str, dict[str, dict[str, Ten
 
 def test_two_gpus_serve_one_model(tmp_path: Path) -> None:
     save_sharp_model(tmp_path / "model")
-    script = Path(__file__).parents[1] / "rollout" / "tensor_parallel.py"
+    script = Path(__file__).parents[1] / "rollout" / "engine" / "tensor_parallel.py"
     start_ranks(script, 2, tmp_path / "model", tmp_path / "meeting", "cuda")
     told = json.loads((tmp_path / "meeting.json").read_text())
     fixed = list(range(7, 20))

@@ -50,21 +50,21 @@ BUGS = (
         "rl_core/training/losses.py",
         'loss = shares["pg_loss"]',
         'loss = -shares["pg_loss"]',
-        ("tests/cluster/test_workers.py::test_an_update_makes_good_tokens_likelier_and_bad_ones_less",),
+        ("tests/cluster/test_training_workers.py::test_an_update_makes_good_tokens_likelier_and_bad_ones_less",),
     ),
     Bug(
         "stale sampler",
-        "rl_core/rollout/vllm.py",
+        "rl_core/rollout/engine/vllm_engine.py",
         "            written = self._load(noted())",
         "            written = self._parameters | {name for name, _ in noted()}",
-        ("tests/rollout/test_vllm.py::test_greedy_is_the_plain_models_whatever_the_seed",),
+        ("tests/rollout/engine/test_vllm_engine.py::test_greedy_is_the_plain_models_whatever_the_seed",),
     ),
     Bug(
         "wrong group interleave",
         "rl_core/algorithms/advantages.py",
         "return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids])",
         "return torch.arange(len(uids)) % len(set(uids))",
-        ("tests/test_sampling.py", "tests/algorithms/test_golden.py::test_advantages"),
+        ("tests/trainer/test_sampler.py", "tests/algorithms/test_golden.py::test_advantages"),
     ),
     Bug(
         "missing baseline",
@@ -85,14 +85,14 @@ BUGS = (
         "rl_core/algorithms/masked.py",
         "summed_B = (loss_BR * mask_BR).sum(-1)",
         "summed_B = (loss_BR * mask_BR)[:, 0]",
-        ("tests/cluster/test_workers.py::test_every_sampled_token_moves_the_gradient_and_no_other_does",),
+        ("tests/cluster/test_training_workers.py::test_every_sampled_token_moves_the_gradient_and_no_other_does",),
     ),
     Bug(
         "temperature missing in training",
-        "rl_core/cluster/workers.py",
+        "rl_core/cluster/training_workers.py",
         "self._policy_loss, self.temperature)",
         "self._policy_loss, 1.0)",
-        ("tests/cluster/test_workers.py::test_the_first_update_is_on_policy",),
+        ("tests/cluster/test_training_workers.py::test_the_first_update_is_on_policy",),
     ),
     Bug(
         "batch mean instead of group mean",
@@ -113,7 +113,7 @@ BUGS = (
         "rl_core/training/losses.py",
         'mask_BR, old_BR = on["response_mask"], on["old_log_probs"]',
         'mask_BR, old_BR = (on["old_log_probs"] != 0).float(), on["old_log_probs"]',
-        ("tests/cluster/test_workers.py::test_every_sampled_token_moves_the_gradient_and_no_other_does",),
+        ("tests/cluster/test_training_workers.py::test_every_sampled_token_moves_the_gradient_and_no_other_does",),
     ),
 )
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from rl_core.rewards.runner import RewardResult, RewardRunner, check_scorers
 from rl_core.rewards.worker import score_chunk
 
 ROW = {"data_source": "exact", "reward_model": {"ground_truth": "1 2 3"}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)
-        yield
 
 
 def runner(name: str | None = "by_response", **settings: Any) -> RewardRunner:
@@ -230,8 +222,8 @@ def alive(pid: int) -> bool:
 
 def run_script(file: Path, program: str) -> "subprocess.CompletedProcess[str]":
     """Run a program as main module, with the project and this folder on its path."""
-    here = Path(__file__).parent
-    file.write_text(f"import sys; sys.path[:0] = {[str(here.parent.parent), str(here.parent), str(here)]}\n{program}")
+    here = Path(__file__).parents[1]
+    file.write_text(f"import sys; sys.path[:0] = {[str(here.parent), str(here)]}\n{program}")
     return subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=60)
 
 

@@ -1,7 +1,6 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -122,8 +121,7 @@ def test_long_text_is_scored_quickly(name: str, piece: str) -> None:
     assert time.perf_counter() - start < 0.5
 
 
-def test_names_of_scorers_sources_and_functions_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+def test_names_of_scorers_sources_and_functions_resolve() -> None:
     assert resolve_scorer("numeric") is numeric
     assert resolve_scorer("gsm8k") is gsm8k
     assert resolve_scorer("sort_digits") is exact
@@ -143,8 +141,7 @@ def test_names_of_scorers_sources_and_functions_resolve(monkeypatch: pytest.Monk
         (":score", "package.module:function"),
     ],
 )
-def test_an_unknown_name_says_what_there_is(monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+def test_an_unknown_name_says_what_there_is(name: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         resolve_scorer(name)
 

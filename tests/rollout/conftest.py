@@ -9,7 +9,7 @@ from rl_core.cluster.resources import WORKER_ENV
 from rl_core.config.schema import RolloutConfig
 
 if TYPE_CHECKING:
-    from rl_core.rollout.vllm import VLLMEngine
+    from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def adapter_engine(tiny_model: Path, vllm_engine: "VLLMEngine") -> Iterator["VLL
 
 
 def live_engine(model: Path, adapter_rank: int) -> Iterator["VLLMEngine"]:
-    from rl_core.rollout.vllm import VLLMEngine
+    from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
     settings = RolloutConfig(kv_cache_gb=0.0625)
     engine = VLLMEngine(model, settings, "float32", 64, torch.device("cpu"), adapter_rank)

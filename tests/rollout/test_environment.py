@@ -1,21 +1,13 @@
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from rl_core.config.schema import AgentConfig
 from rl_core.errors import InputError
+from rl_core.rollout.agent.tool_runner import ToolRunner
 from rl_core.rollout.environment import EnvironmentOutcome, EnvironmentStep
-from rl_core.rollout.tool_runner import ToolRunner
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)
-        yield
 
 
 def with_environment(work: Callable[[ToolRunner], Coroutine[Any, Any, Any]]) -> Any:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,20 +16,12 @@ from rl_core.errors import TransientError
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.runner import RewardRunner
 from rl_core.rewards.worker import RewardResult, failure
-from rl_core.rollout.agent_loop import roll_out
-from rl_core.rollout.engine import Completion, Sampling
+from rl_core.rollout.agent.agent_loop import roll_out
+from rl_core.rollout.engine.protocol import Completion, Sampling
 from rl_core.rollout.scoring import TrajectoryScorer, results_of, score_columns
 
 TOKENIZER = build_tokenizer()
 ROW = {"data_source": "exact", "reward_model": {"ground_truth": "7"}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)
-        patch.syspath_prepend(Path(__file__).parents[1] / "rewards")
-        yield
 
 
 class Slow:

@@ -1,7 +1,6 @@
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pytest
@@ -12,13 +11,6 @@ from rl_core.errors import InputError
 from rl_core.rollout.tools import BadArguments, ToolError, resolve_tools, tool
 from rl_core.rollout.tools.base import FunctionTool
 from rl_core.rollout.tools.calculator import MAX_LENGTH, calculator, evaluate, format_number
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)
-        yield
 
 
 def search(

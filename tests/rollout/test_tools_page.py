@@ -17,9 +17,9 @@ from rl_core.data.protocol import DataProto
 from rl_core.data.sources import load_source
 from rl_core.models.load import load_tokenizer
 from rl_core.rewards.scorers import numeric
-from rl_core.rollout.parsers import PARSERS, ToolCall
-from rl_core.rollout.toolbox import ToolOutcome
-from rl_core.steps import score
+from rl_core.rollout.agent.parsers import PARSERS, ToolCall
+from rl_core.rollout.agent.toolbox import ToolOutcome
+from rl_core.trainer.scoring import assign_scores
 
 SCHEMAS = {"add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}
 
@@ -30,7 +30,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("page")
     write_files("tools", folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)
         patch.syspath_prepend(folder)
         yield folder
 
@@ -98,7 +97,7 @@ def test_rewards_of_an_environment_are_weighted_and_a_failed_conversation_has_no
     agent, reward = {"environment": "tools_for_tests:Countdown"}, {"turn_weight": 0.5, "max_failed_share": 0.5}
     data, _ = talk(tiny_model, ["a", "b"], ["exit"], agent=agent, row=row, reward=reward)
     named = data.union(DataProto.from_dict({}, {"uid": ["one", "one"]}))
-    scored = score(named, None, load_tokenizer(tiny_model), RunConfig.model_validate({"reward": reward}), 1)
+    scored = assign_scores(named, None, load_tokenizer(tiny_model), RunConfig.model_validate({"reward": reward}), 1)
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [1 + 0.5 * 1.0, 0.0]
     assert scored.batch["scored"].tolist() == [True, False] and scored.batch["response_mask"][1].sum() == 0
 

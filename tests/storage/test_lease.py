@@ -13,8 +13,9 @@ import pytest
 from support_servers import empty_bucket
 
 from rl_core.errors import InputError
-from rl_core.lease import FOLDER, Lease, this_machine
-from rl_core.storage import Store
+from rl_core.storage import run_files
+from rl_core.storage.lease import Lease, this_machine
+from rl_core.storage.store import Store
 
 RENEW_S, EXPIRE_S = 0.2, 1.2
 LONG_S = 30.0
@@ -22,8 +23,8 @@ LONG_S = 30.0
 HOLD = """
 import sys, time
 from rl_core.errors import InputError
-from rl_core.lease import Lease
-from rl_core.storage import Store
+from rl_core.storage.lease import Lease
+from rl_core.storage.store import Store
 
 url, name, machine = sys.argv[1:]
 store = Store(url)
@@ -89,7 +90,7 @@ def test_a_second_is_told_who_holds_it_and_since_when(store: Store) -> None:
     lease.check()
     lease.end()
     lease_of(store, "another machine").end()
-    assert store.listdir(FOLDER) == ["000001.json", "000002.json"]
+    assert store.listdir(run_files.LEASES) == ["000001.json", "000002.json"]
 
 
 def test_of_many_at_once_one_has_it(store: Store) -> None:
@@ -183,8 +184,8 @@ def test_a_former_holder_neither_writes_nor_removes_and_leaves_the_lease_alone(s
             write()
     assert former.lost and not now.lost
     former.end()
-    assert sorted(store.listdir()) == ["checkpoints", FOLDER] and store.exists("checkpoints/a")
-    assert not json.loads(store.read_bytes(f"{FOLDER}/000002.json"))["ended"]
+    assert sorted(store.listdir()) == ["checkpoints", run_files.LEASES] and store.exists("checkpoints/a")
+    assert not json.loads(store.read_bytes(f"{run_files.LEASES}/000002.json"))["ended"]
     now.check()
     now.end()
 
@@ -192,7 +193,7 @@ def test_a_former_holder_neither_writes_nor_removes_and_leaves_the_lease_alone(s
 def test_a_lease_is_renewed_all_the_time(store: Store) -> None:
     lease = lease_of(store, "one machine")
     deadline = time.monotonic() + LONG_S
-    while json.loads(store.read_bytes(f"{FOLDER}/000001.json"))["renewals"] < 3:
+    while json.loads(store.read_bytes(f"{run_files.LEASES}/000001.json"))["renewals"] < 3:
         assert time.monotonic() < deadline
         time.sleep(RENEW_S)
     lease.check()
@@ -201,12 +202,12 @@ def test_a_lease_is_renewed_all_the_time(store: Store) -> None:
 
 def test_a_torn_lease_is_watched_like_any_other(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    store.write_bytes(f"{FOLDER}/000001.json", b'{"token": ')
+    store.write_bytes(f"{run_files.LEASES}/000001.json", b'{"token": ')
     start = time.monotonic()
     lease_of(store, expire_s=EXPIRE_S).end()
     assert time.monotonic() - start >= EXPIRE_S
 
 
 def test_this_machine_is_the_same_for_all_its_processes() -> None:
-    command = [sys.executable, "-c", "from rl_core.lease import this_machine; print(this_machine())"]
+    command = [sys.executable, "-c", "from rl_core.storage.lease import this_machine; print(this_machine())"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == this_machine() != ""

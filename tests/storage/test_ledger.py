@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import InputError, RollforwardError, TransientError
-from rl_core.ledger import Ledger
-from rl_core.storage import Store
+from rl_core.storage.ledger import Ledger
+from rl_core.storage.store import Store
 
 
 @pytest.fixture

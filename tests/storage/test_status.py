@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core import status
-from rl_core.metrics import Phases
-from rl_core.status import STATUS_FILE, WAITS, Status, StatusWriter, read_status
-from rl_core.storage import Store
+from rl_core.storage import run_files, status
+from rl_core.storage.status import WAITS, Status, StatusWriter, read_status
+from rl_core.storage.store import Store
+from rl_core.trainer.metrics import Phases
 
-SOURCES = Path(status.__file__).parent
+SOURCES = Path(status.__file__).parents[1]
 
 
 @pytest.fixture
@@ -88,19 +88,19 @@ def test_a_caller_never_waits_for_storage(writer: StatusWriter, monkeypatch: pyt
 def test_an_outage_is_told_once_and_ends_nothing(
     store: Store, writer: StatusWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / STATUS_FILE).unlink()
-    (tmp_path / STATUS_FILE).mkdir()
+    (tmp_path / run_files.STATUS).unlink()
+    (tmp_path / run_files.STATUS).mkdir()
     with caplog.at_level(logging.WARNING):
         time.sleep(1)
     assert len(caplog.records) == 1 and "rollforward status" in caplog.text
-    (tmp_path / STATUS_FILE).rmdir()
+    (tmp_path / run_files.STATUS).rmdir()
     writer.close("failed", "no space")
     assert (end := read_status(store)) and (end.state_now, end.error) == ("failed", "no space")
 
 
 def test_a_killed_process_has_stopped(store: Store) -> None:
     code = (
-        "import sys, time; from rl_core.storage import Store; from rl_core.status import StatusWriter\n"
+        "import sys, time; from rl_core.storage.store import Store; from rl_core.storage.status import StatusWriter\n"
         "StatusWriter(Store(sys.argv[1]), 10, 2).stage('train'); print('there', flush=True); time.sleep(60)"
     )
     env = {**os.environ, "PYTHONPATH": str(SOURCES.parent)}
@@ -128,11 +128,11 @@ def test_a_later_process_with_the_same_number_is_another_one_and_other_machines_
 @given(st.binary(max_size=60) | st.sampled_from([b"{}", b"[]", b'{"step": "x"}', b'{"pid": 1e99}', b'{"beat": NaN}']))
 def test_what_is_no_status_is_none(content: bytes) -> None:
     store = Store("memory://status-test")
-    store.write_bytes(STATUS_FILE, content)
+    store.write_bytes(run_files.STATUS, content)
     seen = read_status(store)
     assert seen is None or seen.state_now in ("running", "stopped", "finished", "failed")
 
 
 def test_every_phase_of_the_loop_says_who_waits() -> None:
-    text = (SOURCES / "trainer.py").read_text() + (SOURCES / "sampling.py").read_text()
+    text = (SOURCES / "trainer/trainer.py").read_text() + (SOURCES / "trainer/sampler.py").read_text()
     assert {part.split('"')[0] for part in text.split('with phase("')[1:]} == set(WAITS)

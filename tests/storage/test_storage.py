@@ -11,9 +11,11 @@ import fsspec
 import pytest
 from support_servers import empty_bucket
 
-from rl_core import storage
 from rl_core.errors import InputError, TransientError
-from rl_core.storage import Store, step_name
+from rl_core.storage import run_files
+from rl_core.storage import store as storage
+from rl_core.storage.run_files import step_name
+from rl_core.storage.store import Store
 
 
 @pytest.fixture
@@ -172,14 +174,14 @@ def test_steps_are_in_numeric_order_and_need_a_manifest(store: Store) -> None:
     assert store.committed_steps("checkpoints") == [] and store.take_up("checkpoints") is None
     for step in (1_000_000, 2, 999_999):
         checkpoint(store, step)
-    store.write_bytes(f"checkpoints/{step_name(7)}/rank0.bin", b"cut short")
+    store.write_bytes(f"{run_files.checkpoint(7)}/rank0.bin", b"cut short")
     store.write_bytes("checkpoints/notes/x", b"")
     assert store.committed_steps("checkpoints") == [2, 999_999, 1_000_000]
     assert store.child("checkpoints").committed_steps("") == [2, 999_999, 1_000_000]
     found = store.take_up("checkpoints")
     assert found is not None and found[0] == 1_000_000
     assert store.listdir("checkpoints") == ["notes", "step_000002", "step_1000000", "step_999999"]
-    assert store.verify(f"checkpoints/{step_name(2)}") == []
+    assert store.verify(run_files.checkpoint(2)) == []
 
 
 def test_retention_keeps_the_newest(store: Store) -> None:
@@ -187,7 +189,7 @@ def test_retention_keeps_the_newest(store: Store) -> None:
         checkpoint(store, step)
     store.retain("checkpoints", keep=2, newest=10)
     assert store.listdir("checkpoints") == [step_name(3), step_name(10)]
-    assert store.verify(f"checkpoints/{step_name(3)}") == []
+    assert store.verify(run_files.checkpoint(3)) == []
     store.retain("checkpoints", keep=5, newest=10)
     assert store.committed_steps("checkpoints") == [3, 10]
     store.retain("checkpoints", keep=1, newest=3)
@@ -224,8 +226,8 @@ def test_a_second_client_sees_what_the_first_does(store: Store) -> None:
     assert store.listdir("checkpoints") == [step_name(1)]
     checkpoint(other, 2)
     assert store.committed_steps("checkpoints") == [1, 2]
-    other.remove(f"checkpoints/{step_name(1)}")
-    assert store.committed_steps("checkpoints") == [2] and not store.exists(f"checkpoints/{step_name(1)}")
+    other.remove(run_files.checkpoint(1))
+    assert store.committed_steps("checkpoints") == [2] and not store.exists(run_files.checkpoint(1))
 
 
 def test_memory_urls_work() -> None:

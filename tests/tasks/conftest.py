@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support_servers import Server
 
-from tasks.tracking import mlflow_client, quiet_mlflow
+from tasks.tracking.tracker import mlflow_client, quiet_mlflow
 
 quiet_mlflow()
 

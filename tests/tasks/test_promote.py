@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 from support_gate import evaluation
 
-from rl_core import evaluation as scoring
 from rl_core.config.compose import compose
 from rl_core.errors import InputError
-from rl_core.storage import Store
-from tasks.evaluate import champion_result, result_file
+from rl_core.evaluation import evaluate as scoring
+from rl_core.storage import run_files
+from rl_core.storage.store import Store
+from tasks.evaluate import champion_result
 from tasks.prepare_data import prepare_data
-from tasks.promote import DECISION_FILE, RELOAD_FILE, last_metrics, promote
-from tasks.registry import Registry
-from tasks.runs import open_run
+from tasks.promote import last_metrics, promote
+from tasks.registry.registry import Registry
+from tasks.runs.run import open_run
 from tasks.session import Session, open_session
-from tasks.tracking import mlflow_client
+from tasks.tracking.tracker import mlflow_client
 
 BAD, GOOD = [1.0] * 10 + [0.0] * 22, [1.0] * 30 + [0.0] * 2
 FOUND = {"log_prob_difference": 1e-6, "greedy_gap": 0.0}
@@ -50,8 +51,8 @@ def add_version(session: Session, greedy: list[float], **more: Any) -> str:
         Store(str(session.run.home / "runs")), weights, data, settings, lambda: evaluation(greedy, **more)
     )
     result |= {"weights": weights, "data": data, "settings": settings}
-    session.store.write_json(result_file(1), result)
-    session.store.write_json(RELOAD_FILE, {"version": version, **FOUND})
+    session.store.write_json(run_files.evaluation(1), result)
+    session.store.write_json(run_files.RELOAD, {"version": version, **FOUND})
     return version
 
 
@@ -93,7 +94,7 @@ def test_versions_become_champion_one_after_the_other(sqlite_uri: str, tmp_path:
     assert aliases(tmp_path) == {"champion": "3", "previous": "1"}
     assert tags(tmp_path, "3")["rollforward.gate"] == "promoted"
     assert tags(tmp_path, "3")["rollforward.gate_champion"] == "1"
-    kept = json.loads((tmp_path / "runs/better" / DECISION_FILE).read_text())
+    kept = json.loads((tmp_path / "runs/better" / run_files.DECISION).read_text())
     assert kept["promote"] and kept["champion"] == "1" and kept["checks"][1]["name"] == "better"
     with session_of(tmp_path, "better", "trainer.save_every=3") as session:
         assert promoted(session, "3"), "a resumed run finds its version promoted"
@@ -113,7 +114,7 @@ def test_a_dry_run_off_and_approval_move_nothing(sqlite_uri: str, tmp_path: Path
 def test_a_reload_that_failed_is_a_failed_check(sqlite_uri: str, tmp_path: Path) -> None:
     with session_of(tmp_path, "broken") as session:
         version = add_version(session, GOOD)
-        session.store.write_json(RELOAD_FILE, {"version": version, "problem": "exit code 1"})
+        session.store.write_json(run_files.RELOAD, {"version": version, "problem": "exit code 1"})
         assert not promoted(session, version)
         assert "exit code 1" in tags(tmp_path, version)["rollforward.gate_checks"]
 

@@ -9,10 +9,10 @@ from support_runs import SIZES
 
 from rl_core.config.compose import compose
 from rl_core.errors import InputError
-from rl_core.status import read_status
-from rl_core.storage import Store
+from rl_core.storage.status import read_status
+from rl_core.storage.store import Store
 from tasks import session as sessions
-from tasks.runs import Run, open_run
+from tasks.runs.run import Run, open_run
 from tasks.session import open_session
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from support import off_policy, policy_engine, rows_of, update, weights_of
 
 from rl_core.config.schema import ActorConfig, EngineConfig, OptimConfig
-from rl_core.training.place import Place, make_place
+from rl_core.training.mesh import Place, make_place
 
 LENGTHS = [(9, 8), (12, 8), (10, 7), (11, 8), (3, 1), (2, 4), (4, 2), (3, 3)]
 # Several micro-batches, none of a length that divides by 4.

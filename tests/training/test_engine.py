@@ -12,7 +12,7 @@ from rl_core.errors import TrainingError
 from rl_core.models.load import ValueModel, empty_causal_lm
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import supervised_loss, value_loss
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 
 SMALLEST = max(p + r for p, r in LENGTHS)
 # No clipping, which would hide a gradient of the wrong size.

@@ -25,10 +25,10 @@ from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
 from rl_core.models.load import empty_causal_lm
 from rl_core.models.lora import adapters_off, add_adapters
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 from rl_core.training.checkpoint import export_model, load_engine
 from rl_core.training.engine import TrainEngine
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 
 OPTIM = OptimConfig(lr=3e-2, grad_clip=1e9)
 LORA = LoraConfig(rank=4, alpha=8)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from support import distance, save_grouped_model, save_sharp_model, start_ranks
 from torch import Tensor
 
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 
 sys.path.append(str(Path(__file__).parent))
 from meshes import LENGTHS, MODELS, take_step  # noqa: E402

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from rl_core.config.schema import OptimConfig
 from rl_core.errors import InputError
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine
 from rl_core.training.engine import TrainEngine
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 from rl_core.training.shards import METADATA
 
 

@@ -21,10 +21,10 @@ from support import (
 )
 from torch import Tensor
 
-from rl_core.storage import Store
+from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine
 from rl_core.training.engine import TrainEngine
-from rl_core.training.place import Place
+from rl_core.training.mesh import Place
 
 sys.path.append(str(Path(__file__).parent))
 from two_ranks import CONFIG, LORA, MAX_TOKENS, OPTIM  # noqa: E402

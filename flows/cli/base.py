@@ -1,0 +1,40 @@
+"""What the modules of commands share."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from flows.home import open_registry
+from rl_core.config.compose import recipe_names
+
+if TYPE_CHECKING:
+    from tasks.registry.registry import Registry
+
+Commands = Any
+"""What argparse's `add_subparsers` returns."""
+
+# Imports of Prefect, Ray, torch and MLflow stay inside the functions that need them: the environment has to be set
+# first, and commands that only print must answer at once.
+
+
+def add_command(commands: Commands, name: str, command: object, text: str) -> argparse.ArgumentParser:
+    """A command that calls `command(options, console)`, which returns the exit code or None for 0."""
+    sub: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    sub.set_defaults(command=command)
+    return sub
+
+
+def add_settings(sub: argparse.ArgumentParser) -> None:
+    """The arguments of a command that takes a recipe and settings."""
+    sub.add_argument("recipe", help=f"name ({', '.join(recipe_names())}) or path of a .yaml file")
+    sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that differ from the recipe")
+
+
+def add_registry_options(sub: argparse.ArgumentParser) -> None:
+    """The options of a command that works on a registered model."""
+    sub.add_argument("--model", help="registered model (default: the only one there is)")
+    sub.add_argument("--tracking-uri", help="MLflow server (default: the file in the home folder)")
+
+
+def registry_of(options: argparse.Namespace) -> "Registry":
+    """The registered model that the options name."""
+    return open_registry(options.model, options.tracking_uri)

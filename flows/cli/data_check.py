@@ -1,0 +1,154 @@
+"""`rollforward data check`: what is in the rows and what would keep a run from starting; starts nothing."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rl_core.config.compose import compose, recipe_names
+from rl_core.config.schema import RunConfig
+from rl_core.console import Console, clean
+from rl_core.data.check import check_data, tokenizer_text
+from rl_core.data.dataset import ToolsOf, check_tokenizer, without_tools
+from rl_core.data.report import DataReport, Problem, RowsReport, columns_of, counted, described, in_rows, total
+from rl_core.errors import InputError
+from rl_core.rewards.runner import check_scorers
+from rl_core.rollout.agent.tool_runner import tool_schemas
+from rl_core.rollout.agent.toolbox import row_schemas
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NAMES = {"train": "training rows", "val": "held-out rows"}
+
+
+def data_check(target: str, overrides: Sequence[str], val: str | None, html: str | None, console: Console) -> int:
+    """Shows what is in the rows of a recipe or of files; returns 2 when a run with them would stop, or else 0."""
+    sys.path.append(os.getcwd())  # where a run finds scorers and tools of the user's own
+    by_path = not _is_recipe(target)
+    if val and not by_path:
+        seen = f"the recipe {target}"
+        raise InputError("--val beside a path of rows", seen, f"--val {val}", f"set data.val_path={val}")
+    config = _path_config(target, val, overrides) if by_path else compose(target, overrides).config
+    report = check_data(
+        config.data,
+        config.trainer.seed,
+        _tokenizer(config),
+        _tools_of(config, by_path),
+        lambda split, row, tokens: None,
+        splits=("train",) if by_path and val is None else ("val", "train"),
+        counted_by=tokenizer_text(config.model.path),
+        on_rows=lambda count: console.note(f"{in_rows(count)} so far"),
+    )
+    level: Literal["stop", "warning"] = "warning" if by_path and not config.reward.function else "stop"
+    report = replace(report, problems=(*report.problems, *_scorer_problems(config, report, level)))
+    _show(report, target, console)
+    if html:
+        _write_page(report, target, Path(html), console)
+    return 2 if report.stops else 0
+
+
+def _is_recipe(target: str) -> bool:
+    """A recipe, or what can be no path: its nearest recipe is then named."""
+    looks_like_path = set(target) & set("./*[\\") or Path(target).exists()
+    return target in recipe_names() or target.endswith(".yaml") or not looks_like_path
+
+
+def _path_config(path: str, val: str | None, overrides: Sequence[str]) -> RunConfig:
+    """The settings of a run with files of rows. How large its batches are is not known yet."""
+    given = {"source": "files", "path": path, "val_path": val or path, "train_batch_size": 1}
+    settings = [f"data.{name}={json.dumps(value)}" for name, value in given.items()]
+    return compose("grpo", ["actor.mini_batch_size=null", *settings, *overrides]).config
+
+
+def _tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
+    if config.model.path == "tiny":
+        from rl_core.models.tokenizer import build_tokenizer
+
+        return build_tokenizer()
+    from rl_core.models.load import load_tokenizer  # takes seconds
+
+    tokenizer = load_tokenizer(Path(config.model.path).expanduser())
+    check_tokenizer(tokenizer, config.model.path)
+    return tokenizer
+
+
+def _tools_of(config: RunConfig, by_path: bool) -> ToolsOf:
+    """The tools of rows; files alone do not tell which tools a run with them has."""
+    schemas = tool_schemas(config.agent)
+    return row_schemas(schemas) if schemas or not by_path else without_tools
+
+
+def _scorer_problems(config: RunConfig, report: DataReport, level: Literal["stop", "warning"]) -> list[Problem]:
+    """One for all data sources that lack the same."""
+    problems: dict[str, Problem] = {}
+    for name, count in report.data_sources.items():
+        try:
+            check_scorers(config.reward, {name: in_rows(count)})
+        except InputError as error:
+            new = Problem(level, error.expected, error.seen, error.where, error.fix, rows=0)
+            first = problems.setdefault(error.expected, new)
+            problems[error.expected] = replace(first, rows=first.rows + count)
+    return list(problems.values())
+
+
+def _show(report: DataReport, target: str, console: Console) -> None:
+    lines = [_line(rows, report) for rows in report.rows] + _common(report)
+    console.table([(name, _printable(value)) for name, value in lines], f"Rows of {target}")
+    for problem in report.problems:
+        show = console.error if problem.level == "stop" else console.warning
+        show(problem.error)
+    if not report.complete:
+        console.note("the look ended before all rows were seen")
+    console.note("a run with these rows would stop" if report.stops else "a run with these rows starts")
+
+
+def _printable(text: str) -> str:
+    """Text of data on its line of the terminal."""
+    return "\n".join(clean(line) for line in text.split("\n"))
+
+
+def _line(rows: RowsReport, report: DataReport) -> tuple[str, str]:
+    name = NAMES[rows.split] + (f", {rows.source}" if len(report.of(rows.split)) > 1 else "")
+    told = [f"{rows.seen:,} seen, {rows.kept:,} stay" + (f" ({counted(rows.faults)})" if rows.faults else "")]
+    if rows.lengths:
+        told.append(f"tokens of a prompt: {described(rows.lengths)}")
+        told.append(f"messages of a prompt: {', '.join(f'{n} ({count:,} rows)' for n, count in rows.turns.items())}")
+    if rows.missing_truth:
+        told.append(f"without ground truth: {rows.missing_truth:,}")
+    return name, "\n".join(told)
+
+
+def _common(report: DataReport) -> list[tuple[str, str]]:
+    tools, unknown = (total(getattr(rows, name) for rows in report.rows) for name in ("tools", "unknown_tools"))
+    columns = [
+        f"{name}: {kinds}" + (f", missing in {nulls}" if nulls else "") for name, kinds, nulls in columns_of(report)
+    ]
+    told = {
+        "data sources": _first(report.data_sources),
+        "tools": _first(tools),
+        "unknown tools": _first(unknown),
+        "columns": "\n".join(columns),
+        "tokens are of": report.tokenizer,
+        "time": report.pace,
+    }
+    return [(name, value) for name, value in told.items() if value]
+
+
+def _first(counts: dict[str, int], shown: int = 10) -> str:
+    """The largest counts in words."""
+    more = f", {len(counts) - shown:,} more" if len(counts) > shown else ""
+    return ", ".join(f"{name} ({in_rows(count)})" for name, count in list(counts.items())[:shown]) + more
+
+
+def _write_page(report: DataReport, target: str, file: Path, console: Console) -> None:
+    from rl_core.data.page import render_data_report  # takes a moment
+
+    try:
+        file.write_text(render_data_report(report, target), encoding="utf-8")
+    except OSError as error:
+        raise InputError("a file that can be written", str(error), f"--html {file}", "give another file") from error
+    console.note(f"page: {file}")

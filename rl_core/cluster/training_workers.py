@@ -1,0 +1,307 @@
+"""The roles that train: actor with reference and colocated rollout engine in one process, and the critic.
+
+One process a device. `init_model` may be called again: it starts over from another checkpoint and keeps the live
+rollout engine, which gets the new weights pushed.
+"""
+
+import asyncio
+import gc
+import socket
+import statistics
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+
+from rl_core.algorithms.policy_losses import POLICY_LOSSES
+from rl_core.cluster.base_worker import Worker, collective_timeout, sampling_of, start_partners, start_scoring
+from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.config.schema import OptimConfig
+from rl_core.data.protocol import DataProto, Metrics
+from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
+from rl_core.models.lora import adapters_off, add_adapters
+from rl_core.rollout.agent.agent_loop import roll_out
+from rl_core.rollout.engine.protocol import RolloutEngine
+from rl_core.rollout.weights.canary import Canary, canary_of
+from rl_core.rollout.weights.transfer import NcclBroadcast, buckets
+from rl_core.rollout.weights.weight_sync import ShardingManager
+from rl_core.storage.store import Json, Store
+from rl_core.training.checkpoint import export_model, load_engine, save_engine
+from rl_core.training.engine import DTYPES, LossFunction, TrainEngine
+from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
+from rl_core.training.mesh import make_place
+
+# From a mini-batch and its counts of tokens and sequences: the mini-batch with what its loss needs, and the loss.
+LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
+
+
+class TrainingWorker(Worker):
+    """A rank that trains: its place in the meshes of shards and sequences."""
+
+    saved: Future[list[Json]]
+
+    def join(self, host: str, port: int) -> None:
+        """Joins the process group and forms the meshes; returns when all ranks have."""
+        super().join(host, port)
+        config = self.config
+        self.place = make_place(
+            self.device, dist.get_world_size(), config.shard_size, config.engine.sequence_parallel_size
+        )
+        self.save_group = dist.new_group(backend="gloo", timeout=collective_timeout(config))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> list[Json]:
+        """Waits until this rank has written the state that was saved last: the entries of its files; raises what went
+        wrong."""
+        return self.saved.result()
+
+    def _train_engine(
+        self, module: PolicyModel | ValueModel, source: Path, optim: OptimConfig | None, total_updates: int
+    ) -> TrainEngine:
+        return TrainEngine(
+            module,
+            source,
+            self.place,
+            self.config.engine,
+            self.config.model.dtype,
+            optim,
+            total_updates,
+            self.config.actor.max_tokens_per_micro_batch,
+            self.config.trainer.seed,
+        )
+
+    def _train(self, engine: TrainEngine, data: DataProto, epochs: int, loss_of: LossOf, *args: float) -> Metrics:
+        """All epochs over this rank's share of the step's mini-batches.
+
+        Metrics are averaged over the updates that were made; `first_loss` is that of the first one, whose weights are
+        still those of the rollouts, and `skipped_updates` the number of those left out.
+        """
+        minis = data.chunk(self.config.data.train_batch_size // self.config.mini_batch_size)
+        updates: list[Metrics] = []
+        for _ in range(epochs):
+            for mini in minis:
+                tokens_B = mini.batch["response_mask"].sum(-1)
+                # Sequences of which nothing trains have left the denominators too.
+                counts = torch.stack([tokens_B.sum(), (tokens_B > 0).sum()]).to(self.device, torch.float64)
+                dist.all_reduce(counts)
+                counts /= self.config.engine.sequence_parallel_size  # ranks that share sequences have the same rows
+                mini, loss_function = loss_of(mini, *counts.tolist())
+                updates.append(engine.train_mini_batch(mini, loss_function, *args))
+        return mean_of_updates(updates)
+
+
+class ActorRolloutRefWorker(TrainingWorker):
+    """The policy in training and its reference on one device, with the rollout engine unless that has places of its
+    own."""
+
+    actor: TrainEngine
+    reference: TrainEngine
+    rollout: RolloutEngine
+    sharding: ShardingManager
+    link: NcclBroadcast | None = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self, path: str, optim: OptimConfig, total_updates: int, reference: bool) -> None:
+        """Builds actor, optimizer and, if asked for, the reference from the checkpoint at `path`.
+
+        An actor with adapters is its own reference, without them.
+        """
+        for name in ("actor", "reference", "sharding"):
+            self.__dict__.pop(name, None)
+        gc.collect()  # the old weights go before the new ones come
+        self.source = Path(path)
+        self.temperature = self.config.rollout.temperature
+        self.stop_token_ids = stop_tokens(self.source)
+        lora = self.config.model.lora
+        self.actor = self._train_engine(self._policy(), self.source, optim, total_updates)
+        if reference and not lora.rank:
+            self.reference = self._train_engine(self._policy(), self.source, None, 0)
+        if self.config.colocated:
+            self._init_rollout()
+
+    def _init_rollout(self) -> None:
+        lora = self.config.model.lora
+        as_adapter = lora.rank > 0 and lora.push == "adapter"
+        if "rollout" not in self.__dict__:
+            from rl_core.rollout.engine.vllm_engine import VLLMEngine
+
+            self.rollout = VLLMEngine(
+                self.source,
+                self.config.rollout,
+                self.config.model.dtype,
+                self.config.max_length,
+                self.device,
+                lora.rank if as_adapter else 0,
+            )
+            self.rollout.sleep()
+            self.loop = asyncio.new_event_loop()
+            if not self.rollout.follows:
+                self.partners = self.loop.run_until_complete(start_partners(self.config, self.source))
+                self.scoring = self.loop.run_until_complete(start_scoring(self.config, self.source))
+        self.sharding = ShardingManager(
+            self.actor,
+            self.rollout,
+            self.config.model.dtype,
+            self.config.rollout.canary_tolerance,
+            self.config.max_length,
+            as_adapter,
+        )
+
+    def _policy(self) -> PolicyModel:
+        model, lora = empty_causal_lm(self.source), self.config.model.lora
+        return PolicyModel(add_adapters(model, lora) if lora.rank else model, self.config.engine.compile)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def push_weights(self, version: int) -> float:
+        """Pushes the actor's weights into the rollout engine; returns the canary's difference."""
+        return self.sharding.push(version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep_rollout(self) -> None:
+        """Gives the rollout engine's device memory to training."""
+        self.rollout.sleep()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def canary(self) -> Canary:
+        """What the actor says of fixed tokens; for engines with places of their own."""
+        return canary_of(self.actor, self.config.max_length)
+
+    @register(Dispatch.RANK_ZERO)
+    def free_port(self) -> tuple[str, int]:
+        """This machine's address, and a port that nobody listens on."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as listener:
+            listener.bind((host, 0))
+            return host, listener.getsockname()[1]
+
+    @register(Dispatch.RANK_ZERO)
+    def link_rollouts(self, host: str, port: int, world_size: int) -> None:
+        """Meets the ranks of the rollout pool on CUDA, which are all of `world_size` but this first one."""
+        if self.link:
+            self.link.close()
+        self.link = NcclBroadcast(host, port, 0, world_size, self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> list[ray.ObjectRef]:
+        """Sends all weights to the rollout pool: over the link, or by Ray's object store, where rank 0 says what the
+        engines have to fetch."""
+        dtype = DTYPES[self.config.model.dtype]
+        whole = ((name, tensor.to(dtype)) for name, tensor in self.actor.full_parameters())
+        refs: list[ray.ObjectRef] = []
+        if dist.get_rank() > 0:
+            deque(whole, maxlen=0)  # takes part in gathering them
+        elif self.link:
+            self.link.send(buckets(whole))
+        else:
+            refs = [ray.put(bucket) for bucket in buckets(whole)]
+        self.actor.park()
+        return refs
+
+    @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
+        """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
+        if self.rollout.follows:
+            self.loop.run_until_complete(self.rollout.follow())
+            return prompts  # nobody asks a rank that follows
+        sampling = sampling_of(self.config, temperature, self.stop_token_ids)
+        rollouts = roll_out(self.rollout, prompts, sampling, self.config.agent, self.partners, self.scoring)
+        return self.loop.run_until_complete(rollouts)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs`, `entropy` and `sum_pi_squared` [B, R] of the responses under the actor, at the sampling
+        temperature."""
+        log_probs, entropy, squares = self.actor.compute(data, self.temperature)
+        return DataProto({"old_log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}, {}, {})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob` [B, R] of the responses under the reference."""
+        if self.config.model.lora.rank:
+            with adapters_off(self.actor.model):
+                log_probs = self.actor.compute(data, self.temperature)[0]
+        else:
+            log_probs = self.reference.compute(data, self.temperature)[0]
+            self.reference.park()
+        return DataProto({"ref_log_prob": log_probs}, {}, {})
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> Metrics:
+        """All optimizer steps of one step on the policy loss; returns metrics."""
+        return self._train(self.actor, data, self.config.actor.ppo_epochs, self._policy_loss, self.temperature)
+
+    def _policy_loss(self, mini: DataProto, tokens: float, sequences: float) -> tuple[DataProto, LossFunction]:
+        if "selected_BR" in POLICY_LOSSES.resolve(self.config.actor.policy_loss).needs:
+            log_prob_BR = self.actor.compute(mini, self.temperature)[0]
+            mini = select_tokens(self.config, mini, log_prob_BR, self.config.trainer.seed + self.actor.updates)
+        return mini, policy_loss(self.config, tokens, sequences)
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def update_supervised(self, data: DataProto) -> Metrics:
+        """One optimizer step of cross-entropy on the given responses."""
+        tokens = data.batch["response_mask"].sum().to(self.device, torch.float64)
+        dist.all_reduce(tokens)
+        tokens /= self.config.engine.sequence_parallel_size
+        return self.actor.train_mini_batch(data, supervised_loss(tokens.item()), 1.0)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, store: Store, folder: str) -> None:
+        """Starts to write the actor's present state into `folder` of the store."""
+        self.saved = save_engine(self.actor, store, f"{folder}/actor", self.save_group)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, store: Store, folder: str) -> None:
+        """Puts the state in `folder` into the actor."""
+        load_engine(self.actor, store, f"{folder}/actor")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export(self, store: Store, folder: str) -> list[Json]:
+        """Writes the actor as an ordinary Hugging Face folder into the store; the entries of the files to commit."""
+        return export_model(self.actor, self.config.model.dtype, self.source, store, folder)
+
+
+class CriticWorker(TrainingWorker):
+    """The value model and its optimizer."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self, path: str, optim: OptimConfig, total_updates: int) -> None:
+        """Builds the value model from the policy's checkpoint at `path`, with a new head."""
+        self.critic = self._train_engine(ValueModel(empty_causal_lm(path)), Path(path), optim, total_updates)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """`values` [B, R] of the states before each response token."""
+        return DataProto({"values": self.critic.compute(data)[0]}, {}, {})
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def update_critic(self, data: DataProto) -> Metrics:
+        """All optimizer steps of one step on the value loss; returns metrics."""
+        config = self.config.critic
+        metrics = self._train(
+            self.critic, data, config.ppo_epochs, lambda mini, tokens, _: (mini, value_loss(config, tokens))
+        )
+        self.critic.park()
+        return metrics
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, store: Store, folder: str) -> None:
+        """Starts to write the critic's present state into `folder` of the store."""
+        self.saved = save_engine(self.critic, store, f"{folder}/critic", self.save_group)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, store: Store, folder: str) -> None:
+        """Puts the state in `folder` into the critic."""
+        load_engine(self.critic, store, f"{folder}/critic")
+
+
+def mean_of_updates(updates: list[Metrics]) -> Metrics:
+    """Mean of each metric over the optimizer steps that were made, the number of the others, the first one's loss."""
+    made = [metrics for metrics in updates if not metrics["skipped_updates"]]
+    means = {name: statistics.fmean(metrics[name] for metrics in made) for name in (made[0] if made else {})}
+    if "loss" in updates[0]:
+        means["first_loss"] = updates[0]["loss"]
+    return {**means, "skipped_updates": float(len(updates) - len(made))}

@@ -1,0 +1,46 @@
+"""What pages for people to read have in common: one HTML file that needs nothing else, with pictures as inline SVG."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+TEMPLATES = Path(__file__).parent / "templates"
+# Colours are names in the picture; the page's style sheet gives each a value for light and for dark.
+_INK, _GRID = "#010101", "#020202"
+COLOURS = [f"#0300{i:02x}" for i in range(8)]
+_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {c: f"var(--c{i})" for i, c in enumerate(COLOURS)}
+STYLE: Any = {
+    "svg.fonttype": "none", "font.size": 8.5, "axes.edgecolor": _GRID, "axes.labelcolor": _INK, "text.color": _INK,
+    "xtick.color": _INK, "ytick.color": _INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.spines.left": False, "xtick.major.size": 3, "ytick.major.size": 0, "axes.grid": True, "axes.grid.axis": "y",
+    "figure.facecolor": "none", "axes.facecolor": "none", "grid.color": _GRID, "grid.linewidth": 0.7,
+    "axes.axisbelow": True, "axes.formatter.limits": (-3, 5),
+}  # fmt: skip
+
+
+def render_page(template: str, **values: Any) -> str:
+    """The page of a template in `TEMPLATES`; texts among the values are escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template(template).render(**values)
+
+
+def to_svg(figure: Figure, title: str) -> Markup:
+    """The figure as an inline SVG element whose colours follow the page."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": title}):
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", text, flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, variable)
+    return Markup(text.replace("<svg", '<svg role="img"', 1))

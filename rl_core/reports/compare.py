@@ -1,0 +1,94 @@
+"""Two runs side by side: the settings that differ, scores, and the curves of the metrics that both have."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+from rl_core.config.compose import diff, layout_diff
+from rl_core.config.problems import show
+from rl_core.config.schema import RunConfig
+from rl_core.console import clean, duration
+from rl_core.html.curves import Line, panel, short
+from rl_core.html.page import STYLE, render_page
+from rl_core.reports.report import CHARTS
+
+Row = tuple[str, str, str]
+"""What a line is about, and both runs' values."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one of the runs is; `records` are its ledger's, `scores` its last held-out ones by name."""
+
+    name: str
+    config: RunConfig
+    scores: Mapping[str, float]
+    records: Sequence[Mapping[str, Any]]
+
+    @property
+    def seconds(self) -> float:
+        """Time of all steps together."""
+        return float(sum(record["metrics"]["time/step"] for record in self.records))
+
+
+def setting_rows(first: Side, second: Side) -> list[Row]:
+    """The settings that differ."""
+    a, b = first.config, second.config
+    return [(key, show(ours), show(theirs)) for key, (ours, theirs) in (diff(a, b) | layout_diff(a, b)).items()]
+
+
+def score_rows(first: Side, second: Side) -> list[Row]:
+    """Steps, their time, and the held-out scores."""
+    names = list(dict.fromkeys([*first.scores, *second.scores]))
+    return [
+        ("steps", f"{len(first.records)}", f"{len(second.records)}"),
+        ("time of the steps", duration(first.seconds), duration(second.seconds)),
+        *((name, _score(first, name), _score(second, name)) for name in names),
+    ]
+
+
+def metric_rows(first: Side, second: Side) -> list[Row]:
+    """First and last value of each metric of the report's charts that both have."""
+    return [(metric, _ends(a), _ends(b)) for _, _, metric, (a, b) in _common(first, second)]
+
+
+def render_comparison(first: Side, second: Side) -> str:
+    """The page as HTML text, with both runs' curves in one panel a metric."""
+    with matplotlib.rc_context(STYLE):
+        charts = [
+            panel(title, text, lines, False, " · ".join(short(line.first_and_last[1]) for line in lines))
+            for title, text, _, lines in _common(first, second)
+        ]
+    settings = setting_rows(first, second)
+    tables = [
+        ("Settings that differ", "" if settings else "None: both runs have the same.", settings),
+        ("Scores", "Of held-out rows, after the last step that was evaluated.", score_rows(first, second)),
+    ]
+    return render_page(
+        "compare.html.j2",
+        names=[clean(first.name), clean(second.name)],
+        tables=[(title, text, [tuple(map(clean, row)) for row in rows]) for title, text, rows in tables],
+        charts=charts,
+    )
+
+
+def _common(first: Side, second: Side) -> list[tuple[str, str, str, tuple[Line, Line]]]:
+    """Title, text, metric and both lines of each metric that both runs have."""
+    found = []
+    for chart in CHARTS:
+        for metric, label in chart.series:
+            a, b = (Line.of(side.records, metric, clean(side.name)) for side in (first, second))
+            if a and b:
+                title = f"{chart.title}: {label}" if len(chart.series) > 1 else chart.title
+                found.append((title, chart.text, metric, (a, b)))
+    return found
+
+
+def _ends(line: Line) -> str:
+    return " → ".join(map(short, line.first_and_last))
+
+
+def _score(side: Side, name: str) -> str:
+    return f"{side.scores[name]:.3f}" if name in side.scores else "–"

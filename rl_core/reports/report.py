@@ -1,0 +1,213 @@
+"""The report of a run: one HTML page that needs nothing else, with curves, samples and settings for people to read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pyarrow as pa
+
+from rl_core.console import clean, duration
+from rl_core.html.curves import Line, axes_of, column, panel, thin
+from rl_core.html.page import COLOURS, STYLE, render_page, to_svg
+from rl_core.trainer.rollout_file import rollout_table
+
+MAX_SAMPLES = 20
+_PHASES_SHOWN = len(COLOURS)
+
+_FACTS = {
+    "name": "Run", "recipe": "Recipe", "model": "Model", "steps": "Steps", "time": "Time", "started": "Started",
+    "model_version": "Model version", "alias": "Alias", "mlflow_run": "MLflow run", "config_hash": "Config hash",
+    "data_hash": "Data hash", "versions": "Versions",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A panel: its title, what it tells, and (metric, name in the legend) of each line."""
+
+    title: str
+    text: str
+    series: tuple[tuple[str, str], ...]
+    wide: bool = False
+
+
+CHARTS = (
+    Chart(
+        "Score and reward",
+        "Means of a step's responses; the reward is the score less the penalties of length and KL.",
+        (("score/mean", "score"), ("reward/mean", "reward")),
+        wide=True,
+    ),
+    Chart(
+        "Mismatch of rollout and trainer",
+        "KL of the two on the same weights, nats per token; near 0 is healthy.",
+        (("kl/rollout_k3", "k3"), ("kl/rollout_k1", "k1")),
+    ),
+    Chart("KL to the reference", "How far the policy has moved, nats per token.", (("kl/ref", ""),)),
+    Chart("Entropy", "Spread of the policy's choices, nats per token.", (("actor/entropy", ""),)),
+    Chart("Response length", "Mean over a step's responses, tokens.", (("response_length/mean", ""),)),
+    Chart(
+        "Turns and calls",
+        "Means of a step's conversations: turns of the policy, calls of tools and answers of the environment.",
+        (("turns/mean", "turns"), ("tools/calls_mean", "calls")),
+    ),
+    Chart(
+        "Failures",
+        "Shares: calls that ended in an error, conversations that failed.",
+        (("tools/failed_share", "calls"), ("rollout/failed_share", "conversations")),
+    ),
+    Chart("Gradient norm", "Global L2 norm before clipping.", (("actor/grad_norm", ""),)),
+    Chart("Learning rate", "Of the policy's optimizer.", (("actor/lr", ""),)),
+    Chart("Throughput", "Tokens of a step over its time, tokens per second.", (("perf/tokens_per_s", ""),)),
+)
+
+
+def render_report(
+    run: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    samples: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, float | None],
+    scoring: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The page as HTML text; what is missing in the arguments is left out of it.
+
+    run: facts by name (`name recipe model steps started mlflow_run config_hash data_hash model_version alias`),
+        `seconds` (float), `versions` (package → version) and `config`: (key, value, origin) of each value that
+        differs from its default.
+    records: ledger records, {"step": int, "metrics": {name: number}}.
+    samples: {"prompt", "ground_truth", "answer_before", "answer_after": str, "score_before", "score_after": 0 to 1}.
+    summary: `greedy_before greedy_after sampled_before sampled_after`, scores.
+    scoring: what `scoring_rows` gives.
+    notes: time and text of what happened to the run.
+    """
+    with matplotlib.rc_context(STYLE):
+        charts = [panel for chart in CHARTS if (panel := _line_panel(chart, records))]
+        # The last panel is as wide as it takes to leave no hole in the two columns.
+        half = sum(not panel["wide"] for panel in charts)
+        if phases := _phase_panel(records, wide=half % 2 == 0):
+            charts.append(phases)
+    return render_page(
+        "report.html.j2",
+        name=clean(str(run.get("name", ""))),
+        scores=_headline(summary),
+        facts=_facts(run),
+        notes=[(when, clean(text)) for when, text in notes],
+        charts=charts,
+        samples=[_sample(sample) for sample in samples[:MAX_SAMPLES]],
+        left_out=max(0, len(samples) - MAX_SAMPLES),
+        scoring=[{**row, "data_source": clean(row["data_source"])} for row in scoring],
+        config=[(key, clean(str(value)), origin) for key, value, origin in run.get("config", ())],
+    )
+
+
+def scoring_rows(rollouts: Sequence[bytes], where: str) -> list[dict[str, Any]]:
+    """How responses of some steps were scored: `data_source`, `responses`, `seconds_mean`, `seconds_max` and `failed`
+    (count by status) of each source.
+
+    `rollouts` are the steps' parquets. Raises InputError when one is damaged or lacks a column.
+    """
+    columns = ["data_source", "score_status", "score_seconds"]
+    tables = [rollout_table(data, columns, where).select(columns) for data in rollouts]
+    if not tables:
+        return []
+    groups = pa.concat_tables(tables).group_by(["data_source", "score_status"])
+    counted = groups.aggregate([("score_seconds", each) for each in ("count", "sum", "max")]).to_pylist()
+    rows = []
+    for source in sorted({each["data_source"] for each in counted}):
+        parts = [each for each in counted if each["data_source"] == source]
+        count = sum(each["score_seconds_count"] for each in parts)
+        rows.append(
+            {
+                "data_source": source,
+                "responses": count,
+                "seconds_mean": sum(each["score_seconds_sum"] for each in parts) / count,
+                "seconds_max": max(each["score_seconds_max"] for each in parts),
+                "failed": {
+                    each["score_status"]: each["score_seconds_count"] for each in parts if each["score_status"] != "ok"
+                },
+            }
+        )
+    return rows
+
+
+def _headline(summary: Mapping[str, float | None]) -> list[dict[str, str]]:
+    """Before, after and gain of each kind of score, as words."""
+    tiles = []
+    for kind, text in (("greedy", "the most likely answer to each held-out prompt"), ("sampled", "sampled answers")):
+        before, after = summary.get(f"{kind}_before"), summary.get(f"{kind}_after")
+        if after is None:
+            continue
+        share = _is_share(after) and (before is None or _is_share(before))  # one unit for both
+        shown = _score if share else "{:.3f}".format
+        tile = {"title": f"{kind.capitalize()} score", "text": text, "after": shown(after), "before": "", "gain": ""}
+        if before is not None:
+            gain = after - before
+            points = f"{abs(gain) * 100:.1f} points" if share else f"{abs(gain):.3f}"
+            tile |= {"before": shown(before), "gain": f"{'▲' if gain >= 0 else '▼'} {points}"}
+            tile["mood"] = "right" if gain >= 0 else "wrong"
+        tiles.append(tile)
+    return tiles
+
+
+def _is_share(score: float) -> bool:
+    return 0 <= score <= 1
+
+
+def _score(score: float) -> str:
+    return f"{score * 100:.1f} %" if _is_share(score) else f"{score:.3f}"
+
+
+def _facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Title and text of each fact that is known."""
+    known = dict(run)
+    if "seconds" in run:
+        known["time"] = duration(run["seconds"])
+    if "versions" in run:
+        known["versions"] = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
+    return [(title, clean(str(known[key]))) for key, title in _FACTS.items() if known.get(key) not in (None, "")]
+
+
+def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts made safe to look at and, for before and after, the score in words with its colour class."""
+    shown: dict[str, Any] = {"prompt": clean(str(sample["prompt"])), "truth": clean(str(sample["ground_truth"]))}
+    for when in ("before", "after"):
+        answer, score = sample.get(f"answer_{when}"), sample.get(f"score_{when}")
+        shown[when] = {"text": "–" if answer is None else clean(str(answer)), "mark": "", "mood": ""}
+        if score is not None:
+            mark, mood = ("✓", "right") if score >= 1 else ("✗", "wrong") if score <= 0 else ("≈", "partly")
+            shown[when] |= {"mark": f"{mark} {score:g}" if mood == "partly" else mark, "mood": mood}
+    return shown
+
+
+def _line_panel(chart: Chart, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The panel of a chart; None when no record has any of the metrics."""
+    lines = [line for metric, label in chart.series if (line := Line.of(records, metric, label))]
+    if not lines:
+        return None
+    return panel(chart.title, chart.text, lines, chart.wide, lines[0].ends)
+
+
+def _phase_panel(records: Sequence[Mapping[str, Any]], wide: bool) -> dict[str, Any] | None:
+    """Stacked seconds of each phase of a step; the smallest phases beyond eight are one."""
+    names = dict.fromkeys(name for record in records for name in record["metrics"] if name.startswith("time/"))
+    phases = {n.removeprefix("time/"): np.nan_to_num(column(records, n)) for n in names if n != "time/step"}
+    if not phases:
+        return None
+    if len(phases) > _PHASES_SHOWN:
+        smallest = sorted(phases, key=lambda name: phases[name].sum())[: len(phases) - _PHASES_SHOWN + 1]
+        phases["other"] = np.sum([phases.pop(name) for name in smallest], axis=0)
+    steps = thin(np.array([float(record["step"]) for record in records]))
+    figure, axes = axes_of(wide, steps)
+    axes.stackplot(steps, *[thin(v) for v in phases.values()], colors=COLOURS, alpha=0.85, linewidth=0)
+    total = np.sum(list(phases.values()), axis=0)
+    # One slow step (the first compiles) would flatten all the others.
+    axes.set_ylim(0, min(thin(total).max(), 2 * np.median(total)) * 1.08 or 1.0)
+    return {
+        "title": "Time per phase", "text": "Seconds of a step, stacked; what is far above the rest is cut off.",
+        "wide": wide, "legend": [(name.replace("_", " "), i) for i, name in enumerate(phases)],
+        "ends": f"median {duration(float(np.median(total)))} per step",
+        "svg": to_svg(figure, "Time per phase"),
+    }  # fmt: skip

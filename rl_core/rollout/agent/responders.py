@@ -1,0 +1,180 @@
+"""Who answers the policy's turns: its tools, and where it calls none, an environment."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rl_core.config.schema import AgentConfig, RunConfig
+from rl_core.data.dataset import encode_prompt
+from rl_core.models.load import load_tokenizer, stop_tokens
+from rl_core.rollout.agent.chat import ChatTemplate
+from rl_core.rollout.agent.parsers import PARSERS, ToolCall
+from rl_core.rollout.agent.tool_runner import Toolbox, ToolFailure, ToolOutcome, ToolRunner
+from rl_core.rollout.environment import EnvironmentOutcome, EnvironmentSession
+from rl_core.rollout.trajectory import Trajectory, TrajectoryState
+
+Message = dict[str, Any]
+
+
+class ToolPartners:
+    """Tools and environment of one rollout engine; makes the partner of each conversation."""
+
+    def __init__(self, config: RunConfig, source: Path) -> None:
+        """Raises InputError when a tool does not exist."""
+        self.agent, self.max_prompt_length = config.agent, config.data.max_prompt_length
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source)
+        self.stop_token_ids = stop_tokens(source)
+        self.runner = ToolRunner(config.agent)
+        self.parse = PARSERS[config.agent.parser]
+
+    async def start(self) -> None:
+        """Starts the processes and sessions that the partners share.
+
+        Raises InputError when the chat template cannot take what will be appended.
+        """
+        await self.runner.start()
+        self.chat = chat_template(self.tokenizer, self.runner.schemas, self.agent, self.stop_token_ids)
+
+    async def meet(self, trajectory: Trajectory) -> "ToolPartner":
+        """The partner of a trajectory; an environment may add to its prompt."""
+        partner = ToolPartner(self)
+        try:
+            await partner.begin(trajectory)
+        except BaseException:
+            await partner.release()
+            raise
+        return partner
+
+
+def chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    schemas: list[dict[str, Any]],
+    agent: AgentConfig,
+    stop_token_ids: tuple[int, ...],
+) -> ChatTemplate:
+    """The tokenizer's template as it is used to append what answers a turn; InputError when it cannot be."""
+    kinds = {"tool"} if schemas else set()
+    return ChatTemplate(tokenizer, schemas, kinds | ({"user"} if agent.environment else set()), stop_token_ids)
+
+
+class ToolPartner:
+    """Who answers one trajectory."""
+
+    def __init__(self, partners: ToolPartners) -> None:
+        self.all = partners
+        self.calls = 0
+        self.toolbox: Toolbox | None = None
+        self.environment: EnvironmentSession | None = None
+
+    async def begin(self, trajectory: Trajectory) -> None:
+        """Opens the row's tools and environment."""
+        try:
+            self.toolbox = await self.all.runner.open(trajectory.row)
+        except ToolFailure as failure:
+            trajectory.fail(f"tool_{failure.status}", f"{failure}\n{failure.detail}")
+            return
+        functions = [schema["function"] for schema in self.toolbox.schemas]
+        self.parameters = {function["name"]: function.get("parameters", {}) for function in functions}
+        if self.all.agent.environment:
+            self.environment, opening = await self.all.runner.reset(trajectory.row)
+            self._open(trajectory, opening)
+
+    def _open(self, trajectory: Trajectory, opening: EnvironmentOutcome) -> None:
+        """The prompt with what the environment says before the first turn."""
+        if opening.status != "ok":
+            trajectory.fail(f"environment_{opening.status}", opening.detail)
+        elif opening.step.messages:
+            assert self.toolbox
+            messages = [*trajectory.row["prompt"], *opening.step.messages]
+            where = "the prompt with the environment's messages"
+            ids = encode_prompt(self.all.tokenizer, messages, where, self.toolbox.schemas)
+            if len(ids) > self.all.max_prompt_length:
+                trajectory.fail("prompt_length", f"{where} has {len(ids)} tokens, more than data.max_prompt_length")
+            else:
+                trajectory.prompt_ids = ids
+
+    async def answer(self, trajectory: Trajectory) -> list[int] | None:
+        """The tokens that follow the last turn; None when nobody answers it."""
+        assert self.toolbox
+        *ids, last_id = trajectory.response_ids[trajectory.answer_start :]
+        text = str(self.all.tokenizer.decode(ids))
+        calls = self.all.parse(text, self.parameters)[1] if self.parameters else []
+        if calls:
+            messages = await self._call(trajectory, calls)
+        elif self.environment:
+            messages = await self._ask(trajectory, text)
+        else:
+            return None
+        trajectory.messages += messages
+        return self.all.chat.appended_ids(messages, last_id) if messages else None
+
+    async def finish(self, trajectory: Trajectory) -> None:
+        """Adds the rewards that tools give at the end."""
+        assert self.toolbox
+        try:
+            trajectory.reward += sum((await self.toolbox.calc_rewards()).values())
+        except ToolFailure as failure:
+            trajectory.fail(f"tool_{failure.status}", f"{failure}\n{failure.detail}")
+
+    async def release(self) -> None:
+        """Lets the tools go."""
+        if self.toolbox:
+            await self.toolbox.release()
+
+    async def _call(self, trajectory: Trajectory, calls: list[ToolCall]) -> list[Message]:
+        """The answers of a turn's calls, which run at the same time."""
+        trajectory.state = TrajectoryState.TOOL_CALLING
+        left = self.all.agent.max_tool_calls - self.calls
+        self.calls += len(calls)
+        outcomes = await asyncio.gather(*(self._outcome(call, place < left) for place, call in enumerate(calls)))
+        messages = []
+        for call, outcome in zip(calls, outcomes, strict=True):
+            text = self.all.chat.cut(outcome.text, self.all.agent.max_tool_tokens)
+            messages.append({"role": "tool", "name": call.name, "content": text})
+            self._note(trajectory, call.name, call.arguments, outcome.status, text, outcome.seconds, outcome.detail)
+            trajectory.reward += outcome.reward
+        return messages
+
+    async def _outcome(self, call: ToolCall, allowed: bool) -> ToolOutcome:
+        assert self.toolbox
+        if not allowed:
+            limit = self.all.agent.max_tool_calls
+            return ToolOutcome(f"Error: no more than {limit} tool calls are allowed", "too_many", 0.0)
+        if call.error:
+            return ToolOutcome(f"Error: {call.error}", "broken_call", 0.0)
+        return await self.toolbox.call(call.name, call.arguments)
+
+    async def _ask(self, trajectory: Trajectory, text: str) -> list[Message]:
+        assert self.environment
+        outcome = await self.environment.step(text)
+        if outcome.status != "ok":
+            trajectory.fail(f"environment_{outcome.status}", outcome.detail)
+            return []
+        trajectory.reward += outcome.step.reward
+        said = "\n".join(message["content"] for message in outcome.step.messages)
+        self._note(trajectory, "environment", {}, "ok", said, outcome.seconds, "")
+        return [] if outcome.step.done else outcome.step.messages
+
+    def _note(
+        self,
+        trajectory: Trajectory,
+        name: str,
+        arguments: dict[str, Any],
+        status: str,
+        text: str,
+        seconds: float,
+        detail: str,
+    ) -> None:
+        trajectory.calls.append(
+            {
+                "turn": trajectory.turns,
+                "name": name,
+                "arguments": arguments,
+                "status": status,
+                "text": text,
+                "seconds": seconds,
+                "detail": detail,
+            }
+        )

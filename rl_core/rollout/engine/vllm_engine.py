@@ -1,0 +1,263 @@
+"""vLLM in this process as the rollout engine, on CPUs and on CUDA devices."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.sampling_params import RequestOutputKind
+
+from rl_core.config.schema import RolloutConfig
+from rl_core.errors import TrainingError
+from rl_core.models.load import empty_causal_lm
+from rl_core.rollout.engine.protocol import Completion, Sampling
+from rl_core.rollout.engine.request_queue import Requests
+from rl_core.rollout.engine.shared_memory import SHARED_MEMORY, VLLM_PATTERN
+
+GIB = 1024**3
+CAPTURED = 512
+"""Sequences up to which vLLM captures CUDA graphs by itself; larger batches would decode at half the speed."""
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM reserves memory
+
+
+class VLLMEngine:
+    """One vLLM engine a process, with tensors of the trainer's process pushed into it by reference."""
+
+    def __init__(
+        self,
+        model: Path,
+        config: RolloutConfig,
+        dtype: str,
+        max_length: int,
+        device: torch.device,
+        adapter_rank: int = 0,
+    ) -> None:
+        """`adapter_rank` is that of the adapters that will be pushed; 0 when there are none."""
+        self._on_gpu = device.type == "cuda"
+        self._adapter: LoRARequest | None = None
+        self._adapter_numbers = itertools.count(1)
+        # With adapters the weights are pushed only once, so they wait in the machine's memory while the engine sleeps.
+        self._sleep_level = 1 if adapter_rank else 2
+        if self._on_gpu:
+            memory: dict[str, Any] = {
+                "gpu_memory_utilization": config.gpu_memory_utilization,
+                "enable_sleep_mode": True,
+                "enforce_eager": False,
+            }
+            if config.max_num_seqs > CAPTURED:
+                memory["compilation_config"] = {"max_cudagraph_capture_size": config.max_num_seqs}
+        else:
+            memory = {
+                "kv_cache_memory_bytes": int(config.kv_cache_gb * GIB),
+                "block_size": 32,  # the CPU kernels refuse 16
+                "enforce_eager": True,
+            }
+        if adapter_rank:
+            rank = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
+            memory |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        if not self._on_gpu and config.tensor_parallel_size > 1:
+            _remove_shared_memory()
+        # "external_launcher" lets the engine live in a process that already belongs to a process group.
+        self._llm = LLM(
+            str(model),
+            dtype=cast(Any, dtype),
+            max_model_len=max_length,
+            max_num_seqs=config.max_num_seqs + 1,  # one for the canary
+            max_num_batched_tokens=max(8192, max_length),
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=config.tensor_parallel_size,
+            skip_tokenizer_init=True,
+            scheduling_policy="priority",
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+            seed=0,
+            **memory,
+        )
+        core: Any = self._llm.llm_engine.engine_core
+        self._runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._parameters = {_plain(name) for name, _ in self._runner.get_model().named_parameters()}
+        self._expected = {name for name, _ in empty_causal_lm(model).named_parameters()}
+        self._as_stored = self._on_gpu and _keeps_layout(self._runner.get_model(), self._llm)
+        self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size, config.max_num_seqs)
+
+    async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
+        """One turn after the given tokens."""
+        request = await self._requests.run(token_ids, sampling_params(seed, sampling), self._adapter)
+        output = request.output
+        assert output
+        (choice,) = output.outputs
+        ids = list(choice.token_ids)
+        return Completion(
+            prompt_ids=output.prompt_token_ids or [],
+            token_ids=ids,
+            log_probs=_of_tokens(choice.logprobs, ids) if sampling.log_probs else [],
+            versions=request.versions,
+            stop_reason="stop" if choice.finish_reason == "stop" else "length",
+        )
+
+    def log_probs(self, token_ids: list[int]) -> list[float]:
+        """Log-probs at temperature 1 of the given tokens, from the second on; on a rank that follows, nothing."""
+        if self._requests.follows:
+            asyncio.run(self._requests.follow())
+            return []
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        output = self._requests.run_now(token_ids, params, self._adapter)
+        self._requests.end()
+        return _of_tokens(output.prompt_logprobs, token_ids)
+
+    async def follow(self) -> None:
+        """Takes the steps of the engine's first rank until that one has finished a batch."""
+        await self._requests.follow()
+
+    def finish_batch(self) -> None:
+        """Lets the other ranks of the engine go, once everything that was asked for has been sampled."""
+        self._requests.end()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that are served."""
+        return self._requests.version
+
+    @property
+    def follows(self) -> bool:
+        """Whether this is a rank of the engine that only follows another one."""
+        return self._requests.follows
+
+    def pause(self) -> None:
+        """Stops decoding; requests that are under way or come in wait until `resume`."""
+        self._requests.pause()
+
+    def resume(self) -> None:
+        """Goes on decoding, with the weights that are there now."""
+        self._requests.resume()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces all weights by whole tensors under their Hugging Face names; the adapter is gone afterwards."""
+        if self._on_gpu:
+            self._llm.wake_up(tags=["weights"])
+        self._adapter = None
+        seen: set[str] = set()
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                seen.add(name)
+                yield name, tensor
+
+        with torch.no_grad():
+            written = self._load(noted())
+        missing = sorted((self._expected - seen) | (self._parameters - written))
+        if missing:
+            raise TrainingError(
+                f"the push of weights version {version} left {len(missing)} weights of the rollout engine as they "
+                f"were, such as {', '.join(missing[:3])}"
+            )
+        self._requests.weights_changed(version)
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        """Names of the engine's parameters that were written."""
+        model = self._runner.get_model()
+        with _unwrapped(model):
+            if self._as_stored:
+                return set(model.load_weights(weights))
+            initialize_layerwise_reload(model)
+            written = set(model.load_weights(weights))
+            finalize_layerwise_reload(model, self._runner.model_config)
+            return written
+
+    def update_adapter(self, folder: Path, version: int) -> None:
+        """Replaces the adapter by that of a folder in PEFT's layout, which may go afterwards."""
+        if self._on_gpu:
+            self._llm.wake_up(tags=["weights"])
+        # A number that was there before would be taken for the adapter of then; the new one takes the old one's place.
+        number = next(self._adapter_numbers)
+        request = LoRARequest(f"adapter-{number}", number, str(folder))
+        if not self._llm.llm_engine.add_lora(request):
+            raise RuntimeError(f"the rollout engine refused the adapter of weights version {version}")
+        self._adapter = request
+        self._requests.weights_changed(version)
+
+    def wake_up(self) -> None:
+        """Takes back the memory for the key/value cache."""
+        if self._on_gpu:
+            self._llm.wake_up(tags=["kv_cache"])
+
+    def sleep(self) -> None:
+        """Gives the memory of weights and cache to the trainer (on CPUs there is nothing to give)."""
+        if self._on_gpu:
+            self._llm.sleep(level=self._sleep_level)
+
+
+def _remove_shared_memory() -> None:
+    """Removes what engines of several ranks that were killed left on a CPU: vLLM's name for it is always the same, so a
+    machine can have one such engine at a time."""
+    dist.barrier()  # no rank of this engine has made its own yet
+    for left in SHARED_MEMORY.glob(VLLM_PATTERN):
+        left.unlink(missing_ok=True)
+    dist.barrier()
+
+
+def sampling_params(seed: int, sampling: Sampling) -> SamplingParams:
+    """vLLM's form of a turn's sampling."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # only the stop tokens that are named here end a turn
+        seed=seed,
+        logprobs=0 if sampling.log_probs else None,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _keeps_layout(model: torch.nn.Module, llm: LLM) -> bool:
+    """Whether the engine computes with weights as they are stored, so that they can be written where they lie.
+
+    CPU kernels, quantised weights and experts are repacked; what is written into those goes through vLLM's reload,
+    which takes about twice the time.
+    """
+    plain = llm.llm_engine.model_config.quantization is None
+    return plain and not any("MoE" in type(module).__name__ for module in model.modules())
+
+
+@contextmanager
+def _unwrapped(model: torch.nn.Module) -> Iterator[None]:
+    """The model without the layers that adapters wrap its own ones in, under whose names it loads no weights."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "base_layer")
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the layer that an adapter wraps it in."""
+    return name.replace(".base_layer.", ".")
+
+
+def _of_tokens(table: Any, token_ids: list[int]) -> list[float]:
+    """The tokens' own log-probs out of vLLM's flat table; a prompt's first token has none."""
+    starts = [start for start, end in zip(table.start_indices, table.end_indices, strict=True) if end > start]
+    own = [(table.token_ids[start], table.logprobs[start]) for start in starts]
+    assert [token for token, _ in own] == token_ids[len(token_ids) - len(own) :]
+    return [log_prob for _, log_prob in own]

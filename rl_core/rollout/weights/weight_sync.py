@@ -1,0 +1,58 @@
+"""Moves weights from the sharded training engine into the live rollout engine, and proves that they arrived."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from rl_core.models.lora import save_adapters
+from rl_core.rollout.engine.protocol import RolloutEngine
+from rl_core.rollout.engine.shared_memory import ADAPTER_PREFIX, SHARED_MEMORY
+from rl_core.rollout.weights.canary import canary_of
+from rl_core.training.engine import DTYPES, TrainEngine
+
+
+class ShardingManager:
+    """FSDP2 shards → whole tensors, one at a time → rollout engine, with a version and a canary."""
+
+    def __init__(
+        self,
+        actor: TrainEngine,
+        rollout: RolloutEngine,
+        dtype: str,
+        tolerance: float,
+        max_length: int,
+        as_adapter: bool = False,
+    ) -> None:
+        """`max_length` is the longest sequence that both sides take, in tokens; `as_adapter` pushes the actor's base
+        once and from then on its adapters only."""
+        self.actor, self.rollout = actor, rollout
+        self._as_adapter, self._base_is_there = as_adapter, False
+        self.dtype, self.tolerance, self.max_length = DTYPES[dtype], tolerance, max_length
+
+    def push(self, version: int) -> float:
+        """Pushes all weights, or the adapters, and returns the canary's largest difference of log-probs; TrainingError
+        when that is above the tolerance."""
+        # The canary's forward comes first: on CUDA its activations are gone before the engine takes its memory.
+        canary = canary_of(self.actor, self.max_length)
+        if not self._base_is_there:
+            whole = self.actor.full_parameters(merged=not self._as_adapter)
+            self.rollout.update_weights(((name, tensor.to(self.dtype)) for name, tensor in whole), version)
+        if self._as_adapter:
+            self._base_is_there = True
+            self._push_adapter(version)
+        self.actor.park()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.rollout.wake_up()
+        seen = self.rollout.log_probs(canary.token_ids)
+        return 0.0 if self.rollout.follows else canary.difference(seen, version, self.tolerance)
+
+    def _push_adapter(self, version: int) -> None:
+        weights = {name: tensor.cpu() for name, tensor in self.actor.adapter_parameters()}
+        # A folder in memory where there is one.
+        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix=ADAPTER_PREFIX, dir=memory) as place:
+            folder = Path(place) / "adapter"
+            save_adapters(self.actor.model, weights, self.actor.source, folder)
+            self.rollout.update_adapter(folder, version)

@@ -1,0 +1,152 @@
+"""What a run is doing now: one small file in its store, written by a thread so that training never waits for it."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any, Literal
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rl_core.errors import RollforwardError
+from rl_core.runtime.watchdog import progress
+from rl_core.storage import run_files
+from rl_core.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 5.0
+"""Time after which the file is written though nothing has changed."""
+LEAST_S = 0.5
+"""Least time between two writes: phases of a small model change every few milliseconds."""
+SILENT_S = 60.0
+"""Silence after which a process of another machine counts as gone."""
+
+State = Literal["running", "finished", "stopped", "failed"]
+
+WAITS = {
+    "rollout": "the trainer waits for responses of the rollout engines",
+    "score": "the trainer waits for scores",
+    "log_prob": "the trainer waits for the workers' log-probs and values",
+    "advantage": "the trainer computes advantages",
+    "update": "the trainer waits for the workers' optimizer updates",
+    "push": "the rollout engines wait for the new weights",
+    "commit": "the trainer waits for storage",
+}
+"""Who waits for what in each phase of a step."""
+
+
+class Status(BaseModel):
+    """A moment of a run's process; times are seconds since 1970, and `step` counts the steps that are done."""
+
+    model_config = ConfigDict(frozen=True)
+
+    state: State = "running"
+    stage: str = ""
+    stage_since: float = 0.0
+    phase: str = ""
+    phase_since: float = 0.0
+    step: int = 0
+    steps: int = 0
+    seconds_per_step: float = 0.0
+    reward: float | None = None
+    pid: int = 0
+    host: str = ""
+    beat: float = 0.0
+    error: str = ""
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process that wrote this is still there, as far as this machine can tell."""
+        if self.host != socket.gethostname():
+            return time.time() - self.beat < SILENT_S
+        try:
+            # A number is given again to later processes.
+            process = psutil.Process(self.pid)
+            return process.create_time() <= self.beat + 1 and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, ValueError, OverflowError):
+            return False
+
+    @property
+    def state_now(self) -> State:
+        """The state as it is: a process that could not say how it ended has stopped."""
+        return "stopped" if self.state == "running" and not self.lives else self.state
+
+    @property
+    def doing(self) -> str:
+        """Stage and phase since when: `stage train, step 3: the trainer waits for scores, since 14:02:11`."""
+        where = f"stage {self.stage or 'none'}"
+        if self.phase:
+            where += f", step {self.step + 1}: {WAITS.get(self.phase, self.phase)}"
+        since = time.localtime(self.phase_since if self.phase else self.stage_since or self.beat)
+        return f"{where}, since {time.strftime('%H:%M:%S', since)}"
+
+    @property
+    def seconds_left(self) -> float:
+        """Time that the steps which are missing take at the present rate."""
+        return (self.steps - self.step) * self.seconds_per_step
+
+
+def read_status(store: Store) -> Status | None:
+    """What the run's process wrote last; None when it wrote nothing or nothing that can be read."""
+    try:
+        return Status.model_validate_json(store.read_bytes(run_files.STATUS))
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+class StatusWriter:
+    """Keeps the status file of a run that this process works on, from now until `close`.
+
+    Changes cost the caller microseconds. When storage fails the file is old and a warning says so once.
+    """
+
+    def __init__(self, store: Store, steps: int, step: int) -> None:
+        """`step` of `steps` steps are done."""
+        self._store = store
+        self.status = Status(steps=steps, step=step, pid=os.getpid(), host=socket.gethostname())
+        self._changed, self._ended = threading.Event(), threading.Event()
+        self._warned = False
+        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+        self._write()
+        self._thread.start()
+
+    def update(self, **changes: Any) -> None:
+        """Fields that are otherwise from now on."""
+        progress()
+        self.status = self.status.model_copy(update=changes)
+        self._changed.set()
+
+    def stage(self, name: str) -> None:
+        """A stage begins."""
+        now = time.time()
+        self.update(stage=name, stage_since=now, phase="", phase_since=now)
+
+    def phase(self, step: int, name: str) -> None:
+        """A phase of a step begins."""
+        self.update(step=step - 1, phase=name, phase_since=time.time())
+
+    def close(self, state: State, error: str = "") -> None:
+        """The run has ended."""
+        self._ended.set()
+        self._changed.set()
+        self._thread.join()
+        self.update(state=state, phase="", error=error)
+        self._write()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(LEAST_S):
+            self._changed.wait(BEAT_S)
+            self._changed.clear()
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            text = self.status.model_copy(update={"beat": time.time()}).model_dump_json()
+            self._store.write_bytes(run_files.STATUS, text.encode())
+        except (RollforwardError, FileNotFoundError) as error:
+            if not self._warned:
+                logger.warning("`rollforward status` shows what was last written. %s", error)
+            self._warned = True

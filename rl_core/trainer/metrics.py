@@ -1,0 +1,116 @@
+"""What a step is described by: its batch in numbers, and the time of its phases."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.advantages import Groups, group_index
+from rl_core.algorithms.correction import mismatch_metrics
+from rl_core.algorithms.masked import masked_mean
+from rl_core.data.protocol import DataProto, Metrics
+
+
+class Phases:
+    """Wall time of the phases of one step, in seconds, and the tokens that some of them worked on."""
+
+    def __init__(self, on_begin: Callable[[str], None] = lambda name: None) -> None:
+        """`on_begin` gets the name of each phase as it begins."""
+        self.on_begin = on_begin
+        self.seconds: dict[str, float] = {}
+        self.tokens: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Times the block as phase `name`."""
+        self.on_begin(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def count(self, name: str, tokens: float) -> None:
+        """Adds to the tokens of phase `name`."""
+        self.tokens[name] = self.tokens.get(name, 0.0) + tokens
+
+    def metrics(self, tokens: float) -> Metrics:
+        """`time/<phase>`, `time/step`, and tokens per second of the whole step and of the phases that count them."""
+        total = sum(self.seconds.values())
+        return {
+            **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
+            "time/step": total,
+            "perf/tokens_per_s": tokens / max(total, 1e-9),
+            **{f"perf/{name}_tokens_per_s": n / max(self.seconds[name], 1e-9) for name, n in self.tokens.items()},
+        }
+
+
+def spread(name: str, values: Tensor) -> Metrics:
+    """Mean, largest and smallest of a vector; nothing for an empty one."""
+    if not len(values):
+        return {}
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def batch_metrics(batch: DataProto, multi_turn: bool) -> Metrics:
+    """Scores, rewards, lengths, groups, advantages, turns, and the mismatch between rollout engine and trainer."""
+    tensors, mask_BR, scored_B = batch.batch, batch.batch["response_mask"], batch.batch["scored"]
+    score_B = tensors["token_level_scores"].sum(-1)
+    group_B = group_index(list(batch.non_tensor_batch["uid"]))
+    groups = Groups(score_B, group_B)
+    stop = batch.non_tensor_batch["stop_reason"]
+    metrics = {
+        **spread("score", score_B[scored_B]),
+        **spread("reward", tensors["token_level_rewards"].sum(-1)[scored_B]),
+        "reward/failed_share": 1.0 - scored_B.float().mean().item(),
+        "reward/seconds_mean": tensors["score_seconds"].mean().item(),
+        "reward/seconds_max": tensors["score_seconds"].max().item(),
+        "reward/wait": tensors["score_wait"].max().item(),
+        "group/equal_share": (groups.flat_B / groups.count_B).sum().item() / groups.number,
+        "group/alone_share": ((groups.count_B < 2) / groups.count_B).sum().item() / groups.number,
+        "group/std_mean": (groups.std_B / groups.count_B).sum().item() / groups.number,
+        **spread("response_length", tensors["response_length"].float()),
+        **spread("prompt_length", tensors["prompt_length"].float()),
+        "response_length/truncated_share": float((stop == "length").mean()),
+        **spread("advantage", tensors["advantages"][mask_BR > 0]),
+    }
+    if "rollout_log_probs" in tensors:
+        mismatch = mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask_BR)
+        metrics |= {f"kl/{name}": value for name, value in mismatch.items()}
+    if multi_turn:
+        metrics |= conversation_metrics(batch)
+    for name, column in tensors.items():
+        if name.startswith("reward_named/"):
+            metrics |= spread(name, column[scored_B])
+    if "values" in tensors:
+        metrics |= value_metrics(tensors["values"], tensors["returns"], mask_BR)
+    return metrics
+
+
+def conversation_metrics(batch: DataProto) -> Metrics:
+    """Turns, what tools and environment were asked and gave, and the share of trajectories that failed."""
+    calls = [call for row in batch.non_tensor_batch["calls"] for call in row]
+    return {
+        **spread("turns", batch.batch["turns"].float()),
+        **spread("turn_reward", batch.batch["turn_reward"]),
+        "tools/calls_mean": len(calls) / len(batch),
+        "tools/failed_share": sum(call["status"] != "ok" for call in calls) / max(len(calls), 1),
+        "tools/seconds_mean": sum(call["seconds"] for call in calls) / max(len(calls), 1),
+        "rollout/failed_share": float((batch.non_tensor_batch["status"] == "failed").mean()),
+    }
+
+
+def value_metrics(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> Metrics:
+    """Mean value and the share of the returns' variance that the critic explains."""
+    on = mask_BR > 0
+    values, returns = values_BR[on], returns_BR[on]
+    variance = returns.var(unbiased=False) if len(returns) else torch.tensor(0.0)
+    explained = 1.0 - ((returns - values).var(unbiased=False) / variance) if variance > 1e-8 else torch.tensor(0.0)
+    return {
+        "critic/explained_variance": float(explained),
+        "critic/return_mean": masked_mean(returns_BR, mask_BR).item(),
+    }

@@ -1,0 +1,52 @@
+"""The file `rollouts/step_….parquet`: all trajectories of a step, written when it is committed and read back."""
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_core.data.protocol import DataProto
+from rl_core.errors import InputError
+
+
+def rollout_parquet(batch: DataProto) -> bytes:
+    """The step's trajectories as parquet, without padding: all that advantages and losses came from, and these."""
+    prompt_length, length = batch.batch["prompt_length"].tolist(), batch.batch["response_length"].tolist()
+    columns: dict[str, Any] = {
+        name: batch.non_tensor_batch[name].tolist()
+        for name in ("uid", "seed", "stop_reason", "status", "detail", "score_status", "score_detail")
+    }
+    columns["calls"] = [json.dumps(calls) for calls in batch.non_tensor_batch["calls"]]
+    columns["row"] = [row["extra_info"]["index"] for row in batch.non_tensor_batch["row"]]
+    columns["data_source"] = [row["data_source"] for row in batch.non_tensor_batch["row"]]
+    columns["prompt_ids"] = [row[:n] for row, n in zip(batch.batch["prompts"].tolist(), prompt_length, strict=True)]
+    for name, tensor in sorted(batch.batch.items()):
+        if tensor.ndim == 1 and name not in ("prompt_length", "response_length"):
+            columns[name] = tensor.tolist()
+        elif tensor.ndim == 2 and name != "prompts":
+            columns[name] = [row[:n] for row, n in zip(tensor.tolist(), length, strict=True)]
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def rollout_table(data: bytes, needed: Sequence[str], where: str) -> pa.Table:
+    """What `rollout_parquet` wrote; raises InputError when it is damaged or lacks a column of `needed`."""
+    try:
+        table = pq.read_table(io.BytesIO(data))
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(
+            "the rollouts of a step as parquet", str(error), where, "take another step; this file is damaged"
+        ) from error
+    missing = [name for name in needed if name not in table.column_names]
+    if missing:
+        raise InputError(
+            f"the columns {', '.join(needed)}",
+            f"no {', '.join(missing)}",
+            where,
+            "take a step of a run that this version trained",
+        )
+    return table

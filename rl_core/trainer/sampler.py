@@ -1,0 +1,108 @@
+"""From the loader's prompts to a step's scored responses: rollout, scores, greedy baselines, dynamic sampling."""
+
+from transformers import PreTrainedTokenizerBase
+
+from rl_core.algorithms.advantages import group_index
+from rl_core.algorithms.masked import masked_mean
+from rl_core.algorithms.shaping import groups_with_spread
+from rl_core.config.schema import RunConfig
+from rl_core.data.protocol import DataProto, Metrics
+from rl_core.errors import TrainingError
+from rl_core.trainer.metrics import Phases, spread
+from rl_core.trainer.rollout_queue import Upcoming
+from rl_core.trainer.scoring import align_named_rewards, apply_overlong_penalty, assign_scores
+
+
+class Sampler:
+    """Makes the batch that a step trains on."""
+
+    def __init__(self, config: RunConfig, upcoming: Upcoming, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.upcoming, self.tokenizer = config, upcoming, tokenizer
+        self.rollout, self.model = upcoming.roles.rollout, upcoming.roles.model_scores
+
+    def batch(self, step: int, phase: Phases) -> tuple[DataProto, Metrics]:
+        """Scored responses to `data.train_batch_size` prompts, and how they came about.
+
+        Starts the rollouts of later steps, as far ahead as their staleness may be. With dynamic sampling, groups of
+        equal scores are dropped and refilled from further prompts.
+        """
+        for ahead in range(step, min(step + self.config.max_staleness, self.config.trainer.steps) + 1):
+            self.upcoming.begin(ahead)
+        most = self.config.algorithm.max_generated_batches
+        if not most:
+            batch = self._generate(step, 0, phase)
+            return apply_overlong_penalty(batch, self.config), self._staleness(batch, step)
+        size = self.config.data.train_batch_size * self.config.rollout.n
+        useful: list[DataProto] = []
+        flat: list[DataProto] = []
+        made = found = 0
+        while found < size and made < most:
+            batch = self._generate(step, made, phase)
+            spread_B = groups_with_spread(
+                batch.batch["token_level_scores"].sum(-1), group_index(list(batch.non_tensor_batch["uid"]))
+            )
+            spread_B &= (batch.batch["response_mask"] > 0).any(-1)  # a prompt may have no baseline
+            spread_B = spread_B.view(-1, self.config.rollout.n).any(1).repeat_interleave(self.config.rollout.n)
+            useful.append(batch[spread_B])
+            flat.append(batch[~spread_B])
+            made, found = made + 1, found + int(spread_B.sum())
+        self.rollout.sleep()
+        if found < size and self.config.algorithm.when_too_few_groups == "stop":
+            raise TrainingError(
+                f"step {step}: {made} generated batches gave {found // self.config.rollout.n} groups with different "
+                f"scores, {size // self.config.rollout.n} are needed: the data are too easy or too hard for the model "
+                "(algorithm.max_generated_batches, algorithm.when_too_few_groups)"
+            )
+        generated = DataProto.concat(align_named_rewards([*useful, *flat], self.config))
+        batch = generated[:size]
+        score = masked_mean(generated.batch["token_level_scores"].sum(-1), generated.batch["scored"].float()).item()
+        metrics = {
+            "sampling/generated_batches": float(made),
+            "sampling/generated_score": score,
+            "sampling/useful_share": min(found / size, 1.0),
+            **self._staleness(batch, step),
+        }
+        return apply_overlong_penalty(batch, self.config), metrics
+
+    def _generate(self, step: int, attempt: int, phase: Phases) -> DataProto:
+        config = self.config
+        with phase("rollout"):
+            batch, greedy = self.upcoming.take(step, attempt)
+            made = [batch] if greedy is None else [batch, greedy]
+            phase.count("rollout", float(sum(part.batch["response_mask"].sum() for part in made)))
+            if not config.algorithm.max_generated_batches:
+                self.rollout.sleep()
+        self._check_versions(batch, step)
+        with phase("score"):
+            batch = assign_scores(batch, self.model, self.tokenizer, config, step)
+            if greedy is not None:
+                scored = assign_scores(greedy, self.model, self.tokenizer, config, step)
+                reward_B = scored.batch["token_level_scores"].sum(-1).repeat_interleave(config.rollout.n)
+                # A prompt whose greedy response has no score has no baseline, and trains nothing.
+                has_one_B = scored.batch["scored"].repeat_interleave(config.rollout.n)
+                mask_BR = batch.batch["response_mask"] * has_one_B[:, None]
+                added = {"greedy_reward_B": reward_B, "response_mask": mask_BR}
+                batch = DataProto({**batch.batch, **added}, batch.non_tensor_batch, batch.meta_info)
+        return batch
+
+    def _check_versions(self, batch: DataProto, step: int) -> None:
+        served = batch.batch["version"][batch.batch["response_mask"] > 0].unique().tolist()
+        allowed = range(step - 1 - self.config.max_staleness, step)
+        if any(version not in allowed for version in served):
+            raise TrainingError(
+                f"step {step} needs rollouts of weights version {step - 1}"
+                + (f", at most {self.config.max_staleness} behind" if self.config.max_staleness else "")
+                + f"; the engine served {', '.join(map(str, served))}"
+            )
+
+    def _staleness(self, batch: DataProto, step: int) -> Metrics:
+        """By how many steps the weights that sampled the tokens were behind, and how many engines live; nothing where
+        rollouts wait for the step before."""
+        if not self.config.max_staleness:
+            return {}
+        versions = batch.batch["version"][batch.batch["response_mask"] > 0]
+        return {
+            **spread("rollout/staleness", (step - 1 - versions).float()),
+            "rollout/engines": float(self.rollout.engines),
+            "rollout/redispatched": float(self.rollout.redispatched),
+        }

@@ -1,0 +1,150 @@
+"""From the results of scorers to the reward columns of a batch."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_core.algorithms.advantages import ESTIMATORS
+from rl_core.algorithms.shaping import overlong_penalty
+from rl_core.config.schema import RunConfig
+from rl_core.data.protocol import DataProto
+from rl_core.data.rows import Row
+from rl_core.errors import InputError, TransientError
+from rl_core.rewards.worker import RewardResult
+from rl_core.rollout.scoring import results_of
+
+# Prefix of the columns [B] that hold the named rewards of a scorer.
+NAMED = "reward_named/"
+
+
+def answer_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The policy's last turn of each response as text, without special tokens."""
+    spans = zip(batch.batch["answer_start"].tolist(), batch.batch["response_length"].tolist(), strict=True)
+    ids = [row[start:end].tolist() for row, (start, end) in zip(batch.batch["responses"], spans, strict=True)]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+class ModelScores(Protocol):
+    """The reward model's part in the scores of responses."""
+
+    def added(self, results: list[RewardResult], rows: list[Row], responses: list[str]) -> list[RewardResult]:
+        """The results with the model's scores; row i belongs to response i."""
+
+
+def collect_results(
+    batch: DataProto, model: ModelScores | None, tokenizer: PreTrainedTokenizerBase
+) -> list[RewardResult]:
+    """A result per row: what its scorers gave as it was rolled out, with what the reward model gives now."""
+    results = results_of(batch)
+    if model is None:
+        return results
+    return model.added(results, list(batch.non_tensor_batch["row"]), answer_texts(batch, tokenizer))
+
+
+def assign_scores(
+    batch: DataProto, model: ModelScores | None, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
+) -> DataProto:
+    """Makes of `score` and `named`: `token_level_scores` [B, R], the score on each response's last token, `scored` [B],
+    who has one, and a column [B] for each named reward.
+
+    A response without a score trains nothing: its mask is 0 and it leaves its group. Raises TransientError when more
+    than `reward.max_failed_share` of them have none.
+    """
+    results = collect_results(batch, model, tokenizer)
+    if config.reward.shuffle_control:
+        results = _of_other_prompts(results, config, step)
+    scored_B = torch.tensor([result.score is not None for result in results])
+    failed = [result for result in results if result.score is None]
+    if len(failed) > config.reward.max_failed_share * len(results):
+        raise TransientError(
+            f"step {step}: {len(failed)} of {len(results)} responses could not be scored, more than "
+            f"reward.max_failed_share={config.reward.max_failed_share}; "
+            f"the first: {failed[0].status}: {failed[0].detail}"
+        )
+    tensors = batch.batch
+    score_B = torch.tensor([result.score or 0.0 for result in results])
+    score_B = score_B + config.reward.turn_weight * tensors["turn_reward"] * scored_B
+    scores_BR = torch.zeros_like(tensors["response_mask"])
+    last_B = (tensors["response_length"] - 1).clamp(min=0)
+    scores_BR[torch.arange(len(batch)), last_B] = score_B
+    uid = batch.non_tensor_batch["uid"].copy()
+    for place in (~scored_B).nonzero().flatten().tolist():
+        uid[place] = f"{uid[place]}-failed-{place}"
+    mask_BR = tensors["response_mask"] * scored_B[:, None]
+    scored = {"token_level_scores": scores_BR, "scored": scored_B, "response_mask": mask_BR}
+    others = {
+        "score_status": np.array([result.status for result in results], object),
+        "score_detail": np.array([result.detail for result in results], object),
+    }
+    made = DataProto(
+        {**tensors, **scored, **_named_rewards(results, config)},
+        {**batch.non_tensor_batch, "uid": uid, **others},
+        batch.meta_info,
+    )
+    made.pop(["score", "named"])
+    return made
+
+
+def _named_rewards(results: list[RewardResult], config: RunConfig) -> dict[str, torch.Tensor]:
+    """A column [B] for each reward that a scorer named; 0 where it is missing.
+
+    Raises InputError where the estimator learns from them and one is missing, which would train as a 0.
+    """
+    scored = [result.named for result in results if result.score is not None]
+    names = sorted({name for each in scored for name in each})
+    _check_learned(names, [set(each) for each in scored], config)
+    return {f"{NAMED}{name}": torch.tensor([result.named.get(name, 0.0) for result in results]) for name in names}
+
+
+def _check_learned(names: Sequence[str], seen: Sequence[set[str]], config: RunConfig) -> None:
+    different = [each for each in seen if each != set(names)]
+    if different and "named_rewards" in ESTIMATORS.resolve(config.algorithm.estimator).needs:
+        raise InputError(
+            f"the rewards {', '.join(names)} for every response",
+            f"{', '.join(sorted(different[0])) or 'none'} for one of them",
+            f"the scorer (reward.function, or that of the rows' data_source) with {config.algorithm.estimator}",
+            "return all names for every response, 0.0 for what does not apply",
+        )
+
+
+def align_named_rewards(parts: list[DataProto], config: RunConfig) -> list[DataProto]:
+    """The batches with all columns of named rewards that any of them has; 0 where one is missing.
+
+    Raises InputError where the estimator learns from them and one is missing.
+    """
+    found = [{name.removeprefix(NAMED) for name in part.batch if name.startswith(NAMED)} for part in parts]
+    names = sorted(set().union(*found))
+    scored = [each for part, each in zip(parts, found, strict=True) if part.batch["scored"].any()]
+    _check_learned(names, scored, config)
+    return [
+        DataProto(
+            {**{f"{NAMED}{name}": torch.zeros(len(part)) for name in names}, **part.batch},
+            part.non_tensor_batch,
+            part.meta_info,
+        )
+        for part in parts
+    ]
+
+
+def _of_other_prompts(results: list[RewardResult], config: RunConfig, step: int) -> list[RewardResult]:
+    """Each prompt's results handed to another prompt's responses."""
+    n = len(results) // config.data.train_batch_size  # 1 for the greedy responses, which go along the same ring
+    ring = np.random.default_rng([config.trainer.seed, step]).permutation(config.data.train_batch_size)
+    # Along a ring every prompt gets another one's; a mere permutation leaves some of them their own.
+    giver = dict(zip(ring.tolist(), np.roll(ring, 1).tolist(), strict=True))
+    return [results[giver[prompt] * n + place] for prompt in range(len(giver)) for place in range(n)]
+
+
+def apply_overlong_penalty(batch: DataProto, config: RunConfig) -> DataProto:
+    """Adds `token_level_shaped` [B, R]: the scores less the penalty of overlong responses."""
+    algorithm, length_B = config.algorithm, batch.batch["response_length"]
+    shaped_BR = batch.batch["token_level_scores"].clone()
+    if algorithm.overlong_buffer:
+        penalty_B = overlong_penalty(
+            length_B.float(), config.data.max_response_length, algorithm.overlong_buffer, algorithm.overlong_penalty
+        )
+        shaped_BR[torch.arange(len(batch)), (length_B - 1).clamp(min=0)] += penalty_B * batch.batch["scored"]
+    return batch.union(DataProto({"token_level_shaped": shaped_BR}, {}, {}))

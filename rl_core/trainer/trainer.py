@@ -1,0 +1,139 @@
+"""PPOTrainer: the loop of reinforcement learning on the driver, from prompts to a committed step."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_core.algorithms.kl import KLController
+from rl_core.cluster.roles import Roles
+from rl_core.config.schema import RunConfig
+from rl_core.data.dataset import RLHFDataset
+from rl_core.data.loader import StatefulLoader
+from rl_core.data.protocol import Metrics
+from rl_core.storage import run_files
+from rl_core.storage.ledger import Ledger
+from rl_core.storage.store import Json, Store
+from rl_core.trainer.advantage import apply_correction_and_kl, compute_advantages
+from rl_core.trainer.batch import balanced_order, training_rows
+from rl_core.trainer.checkpoints import Commits
+from rl_core.trainer.metrics import Phases, batch_metrics
+from rl_core.trainer.rollout_file import rollout_parquet
+from rl_core.trainer.rollout_queue import Upcoming
+from rl_core.trainer.sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class PPOTrainer:
+    """One run's training: it starts from the last committed step and commits every step that it makes."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: RLHFDataset,
+        data_hash: str,
+        roles: Roles,
+        on_step: Callable[[dict[str, Any]], None],
+        on_commit: Callable[[int], None],
+        on_phase: Callable[[int, str], None] = lambda step, phase: None,
+        stop: Callable[[], bool] = lambda: False,
+        on_damage: Callable[[str], None] = logger.error,
+    ) -> None:
+        """`on_step` gets each step's ledger record, `on_commit` the newest step that a checkpoint covers, `on_phase`
+        step and name of each phase as it begins, `on_damage` what is said of a checkpoint that is not used; `stop` says
+        whether a step shall be the last one."""
+        self.config, self.store, self.roles = config, store, roles
+        self.on_step, self.on_phase, self.stop = on_step, on_phase, stop
+        self.ledger = Ledger(store)
+        self.commits = Commits(store, roles, config.trainer.keep_checkpoints, on_commit, on_damage)
+        weights = [source.weight for source in config.data.sources]
+        loader = StatefulLoader(rows.sizes, config.data.train_batch_size, config.trainer.seed, data_hash, weights)
+        self.upcoming = Upcoming(config, rows, loader, roles)
+        self.sampler = Sampler(config, self.upcoming, tokenizer)
+        algorithm = config.algorithm
+        self.kl_controller = KLController(
+            algorithm.kl_controller, algorithm.kl_in_reward_coef, algorithm.kl_target, algorithm.kl_horizon
+        )
+        self.step = 0
+
+    def start(self, model_path: str) -> None:
+        """Loads the policy and, where there is one, the newest sound checkpoint; ends with the weights pushed."""
+        updates = self.config.trainer.steps * (self.config.data.train_batch_size // self.config.mini_batch_size)
+        self.roles.init_models(model_path, updates)
+        self.step = 0
+        if found := self.commits.recover():
+            self.step, meta = found
+            self.commits.load(self.step)
+            self.kl_controller.coef = meta["kl_coef"]
+        self.roles.rollout.push_weights(self.step)
+        if found:
+            self.upcoming.load_state_dict(meta["upcoming"], self.commits.rollouts(self.step))
+
+    def fit(self, until: int) -> None:
+        """Trains up to step `until`, or the one at which it is told to stop; all is committed when this returns."""
+        config, roles = self.config, self.roles
+        passes = config.actor.ppo_epochs + config.needs_critic * config.critic.ppo_epochs
+        last = self.step >= until
+        while not last:
+            step = self.step + 1
+            phase = Phases(partial(self.on_phase, step))
+            # A step whose checkpoint has to hold rollouts that were made ahead is made again with them instead.
+            with nullcontext() if config.max_staleness else self.commits.kept():
+                batch, metrics = self.sampler.batch(step, phase)
+            with phase("log_prob"):
+                order = torch.tensor(balanced_order(batch, config))
+                batch = batch.reorder(order)
+                values = roles.critic.compute_values.submit(batch) if config.needs_critic else None
+                batch = batch.union(roles.actor.compute_log_prob(batch))
+                if config.needs_reference:
+                    batch = batch.union(roles.actor.compute_ref_log_prob(batch))
+                if values:
+                    batch = batch.union(values.get())
+                batch = batch.reorder(order.argsort())  # back: mini-batches must not depend on the number of ranks
+            with phase("advantage"):
+                batch, shaping = apply_correction_and_kl(batch, config, self.kl_controller)
+                batch = compute_advantages(batch, config)
+                metrics |= shaping | batch_metrics(batch, config.multi_turn)
+                self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
+                rows = training_rows(batch, config, step)
+            tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
+            with phase("commit"):
+                self.commits.finish(self.upcoming.saved(step))  # the step before, written during the rollouts
+            with self.commits.replayable(step, batch, metrics):
+                with phase("update"):
+                    critic_update = roles.critic.update_critic.submit(rows) if config.needs_critic else None
+                    metrics |= prefixed("actor", roles.actor.update_actor(rows))
+                    if critic_update:
+                        metrics |= prefixed("critic", critic_update.get())
+                    phase.count("update", tokens * passes)
+                with phase("rollout"):
+                    self.upcoming.before_push()
+                with phase("push"):
+                    metrics["kl/canary"] = roles.rollout.push_weights(step)
+            with phase("commit"):
+                self.store.write_bytes(run_files.rollouts(step), rollout_parquet(batch))
+                last = step == until or self.stop()
+                if last or step % config.trainer.save_every == 0:
+                    self.commits.begin(step, self._meta(step))
+            # The record comes before the manifest: it counts once a manifest covers its step.
+            record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
+            self.ledger.write(step, record)
+            self.step = step
+            self.on_step(record)
+        self.commits.finish(self.upcoming.saved(self.step + 1))
+
+    def _meta(self, step: int) -> Json:
+        return {"step": step, "upcoming": self.upcoming.state_dict(), "kl_coef": self.kl_controller.coef}
+
+
+def prefixed(prefix: str, metrics: Metrics) -> Metrics:
+    """The metrics under `prefix/`."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}

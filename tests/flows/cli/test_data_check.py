@@ -1,0 +1,123 @@
+"""`rollforward data check` in this process: what it prints, writes and returns."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.main import main
+
+Rows = list[dict[str, Any]]
+
+
+def row(text: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "data_source": "exact",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+    } | changes
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def write(name: str, rows: list[Any]) -> str:
+    Path(name).write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in rows))
+    return name
+
+
+def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["data", "check", *words])
+    return code, capsys.readouterr().out
+
+
+def test_a_recipe_with_good_rows_may_start(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    code, said = check(capsys, "demo", "data.train_rows=70", "data.val_rows=9")
+    assert code == 0 and "a run with these rows starts" in said and "sort_digits (79 rows)" in said
+    assert "70 seen, 70 stay" in said and "the offline model" in said
+    assert list(folder.iterdir()) == []  # it writes nothing that nobody asked for
+
+
+def test_ten_kinds_of_broken_rows_are_all_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    other = {"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"y": {}}}}}
+    broken = [
+        ("one JSON object per line", "{broken"),
+        ("list of messages in prompt", row("1", prompt=[])),
+        ("messages of {role, content}", row("1", prompt=[{"role": "user"}])),
+        ("ground_truth, a text or number", row("1", reward_model={"style": "rule"})),
+        ("extra_info", row("1", extra_info=7)),
+        ("a prompt that says something", row("  ")),
+        ("at most data.max_prompt_length=20 tokens", row("x" * 30)),
+        ("held-out prompts that are not trained on", row("99")),
+        ("names among calculator", row("2", extra_info={"tools_kwargs": {"calculater": {}}})),
+        ("as it is configured", row("3", extra_info={"tools_kwargs": {"calculator": {}}, "tools": [other]})),
+    ]
+    train, val = write("train.jsonl", [each for _, each in broken]), write("val.jsonl", [row("99")])
+    settings = ("agent.tools=[calculator]", "data.max_prompt_length=20")
+    code, said = check(capsys, train, "--val", val, *settings)
+    assert code == 2 and "a run with these rows would stop" in said
+    assert [text for text, _ in broken if text not in said] == []
+
+
+def test_a_path_alone_is_looked_at_as_training_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = check(capsys, write("rows.jsonl", [row("1"), row("2")]))
+    assert code == 0 and "2 seen, 2 stay" in said and "held-out" not in said
+
+
+def test_a_folder_and_a_pattern_are_paths(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "many").mkdir()
+    for i in range(3):
+        write(f"many/{i}.jsonl", [row(str(i))])
+    for target in ("many", "many/*.jsonl"):
+        assert "3 seen, 3 stay" in check(capsys, target)[1]
+
+
+def test_a_missing_scorer_stops_a_recipe_and_only_warns_of_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+    train, val = (write(name, [row(name, data_source="unheard_of")]) for name in ("t.jsonl", "v.jsonl"))
+    code, said = check(capsys, train)
+    assert code == 0 and "! warning" in said and "'unheard_of'" in said and "data_source of 1 row," in said
+    files = ("data.source=files", f"data.path={train}", f"data.val_path={val}", "data.train_batch_size=1")
+    code, said = check(capsys, "grpo", *files, "data.train_batch_size=1")
+    assert code == 2 and "✗ error" in said and "'unheard_of'" in said
+    assert check(capsys, "grpo", *files, "reward.function=numeric")[0] == 0
+
+
+def test_a_word_that_is_neither_recipe_nor_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = check(capsys, "demoo")
+    assert code == 2 and "the nearest name is demo" in said
+
+
+def test_held_out_rows_of_a_recipe_are_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = check(capsys, "demo", "--val", "rows.jsonl")
+    assert code == 2 and "set data.val_path=rows.jsonl" in said
+
+
+def test_the_page_is_written_where_it_is_asked_for(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    rows = write("rows.jsonl", [row("<script>alert(1)</script>", data_source="\x1b[31mred"), row("2")])
+    code, said = check(capsys, rows, "--html", "page.html")
+    page = (folder / "page.html").read_text()
+    assert code == 0 and "Rows of rows.jsonl" in page and "<script" not in page
+    assert "\x1b" not in said
+    code, said = check(capsys, rows, "--html", "absent/page.html")
+    assert code == 2 and "--html absent/page.html" in said
+
+
+def test_neither_torch_nor_ray_nor_mlflow_nor_prefect_is_loaded() -> None:
+    heavy = ("torch", "ray", "mlflow", "prefect", "matplotlib")
+    program = (
+        "import sys; from flows.cli.main import main; code = main(['data', 'check', 'demo', 'data.train_rows=70']);"
+        f"sys.exit(code or ' '.join(set({heavy}) & set(sys.modules)) or 0)"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(root)}
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,64 @@
+"""What the command prints last, and its exit code, whatever has ended it."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from prefect.exceptions import TerminationSignal
+
+from flows import attempts, preflight, train
+from flows.cli import main as cli
+from flows.cli import run as runs
+
+WAY = "rollforward run demo --run x"
+
+
+def ended(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    def command(*_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_parse", lambda _: Namespace(command=command, way_back=WAY))
+    return cli.main([])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyError("nobody foresaw this"), 1), (KeyboardInterrupt(), 130), (runs.Terminated(), 143)]
+)
+def test_the_way_back_is_printed_last(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(error, monkeypatch) == code
+    shown = capsys.readouterr()
+    assert shown.out.rstrip().endswith(WAY)
+    assert ("nobody foresaw this" in shown.err) == (code == 1)
+
+
+def test_a_sigterm_that_prefect_could_not_pass_on_is_one(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flows import post_train
+
+    def told_to_stop(*_: Any) -> None:
+        raise TerminationSignal(signal=15)
+
+    monkeypatch.setenv("ROLLFORWARD_HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setattr(post_train, "run_here", told_to_stop)
+    monkeypatch.setattr(runs, "start_guardian", lambda: None)
+    monkeypatch.setattr(runs.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(runs.signal, "pthread_sigmask", lambda *_: None)
+    assert cli.main(["run", "demo", "--run", "x"]) == 143
+    assert "stopped at step 0 of 200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_flow_run_that_is_started_again_keeps_its_rows(
+    number: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import post_train
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(preflight, "preflight", lambda *_, **__: None)
+    monkeypatch.setattr(post_train.post_train, "fn", lambda *_, **options: seen.update(options) or {})
+    home = tmp_path_factory.mktemp("home")
+    train.run_stages(attempts.Attempt(home, "0123456789", number), "demo", [], None, None)
+    assert seen["keep_data"] == (number > 1)

@@ -1,0 +1,366 @@
+"""The live engine against the trainer and against transformers, in float32."""
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from support import LENGTHS, complete, off_policy, plain_log_probs, policy_engine, rows_of, single_turns, update_alone
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rl_core.cluster.resources import WORKER_ENV
+from rl_core.config.schema import OptimConfig
+from rl_core.data.protocol import DataProto
+from rl_core.errors import TrainingError
+from rl_core.models.load import load_tokenizer
+from rl_core.rollout.engine.protocol import Completion, Sampling
+from rl_core.rollout.weights.canary import canary_of
+from rl_core.rollout.weights.weight_sync import ShardingManager
+from rl_core.storage.store import Store
+from rl_core.training.checkpoint import export_model
+from rl_core.training.engine import TrainEngine
+from rl_core.training.mesh import Place
+
+if TYPE_CHECKING:
+    from rl_core.rollout.engine.vllm_engine import VLLMEngine
+
+END = 2
+TOLERANCE = 1e-5
+PROMPTS = [[4, 8, 9, 10, 2, 5], [4, 30, 2, 5], [4, 11, 12, 13, 14, 15, 16, 2, 5], [40]]
+FIXED = [7, 8, 20, 21, 60, 3, 44, 9, 9, 1, 33, 50]
+FREE = Sampling(1.0, 8, ())
+GREEDY = Sampling(0.0, 8, ())
+
+
+class Trainer:
+    """A policy in training, with the sharding manager that pushes it into the engine."""
+
+    def __init__(self, model: Path, place: Place, rollout: "VLLMEngine") -> None:
+        self.model, self.place = model, place
+        self.engine: TrainEngine
+        self.engine = policy_engine(model, place, OptimConfig(lr=3e-2))
+        self.sharding = ShardingManager(self.engine, rollout, "float32", TOLERANCE, 64)
+
+    def train(self) -> None:
+        """One large optimizer step, after which the policy is clearly another one."""
+        update_alone(self.engine, off_policy(self.engine, rows_of(LENGTHS)))
+
+    def export(self, folder: Path) -> PreTrainedModel:
+        """The present policy as a plain transformers model."""
+        export_model(self.engine, "float32", self.model, Store(str(folder)), "export")
+        return AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture
+def trainer(tiny_model: Path, place: Place, vllm_engine: "VLLMEngine") -> Trainer:
+    """A trainer at the saved weights, which the engine serves as version 0."""
+    trainer = Trainer(tiny_model, place, vllm_engine)
+    trainer.sharding.push(0)
+    return trainer
+
+
+def prompts(n: int = 1) -> DataProto:
+    return DataProto.from_dict({}, {"prompt_ids": PROMPTS * n, "seed": list(range(100, 100 + len(PROMPTS) * n))})
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_sampled_tokens_are_the_trainers(
+    trainer: Trainer, vllm_engine: "VLLMEngine", temperature: float
+) -> None:
+    batch = single_turns(vllm_engine, prompts(4), Sampling(temperature, 8, (END,)))
+    wanted_BR = trainer.engine.compute(batch, temperature)[0]
+    torch.testing.assert_close(batch.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
+
+
+def test_log_probs_of_given_tokens_are_the_plain_models(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tiny_model: Path
+) -> None:
+    wanted = plain_log_probs(tiny_model, FIXED[:1], FIXED[1:])
+    torch.testing.assert_close(torch.tensor(vllm_engine.log_probs(FIXED)), wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_a_seed_gives_the_same_response_alone_and_in_a_batch(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    together = complete(vllm_engine, PROMPTS, [1, 2, 3, 4], FREE)
+    alone = [
+        complete(vllm_engine, [prompt], [seed], FREE)[0] for prompt, seed in zip(PROMPTS, [1, 2, 3, 4], strict=True)
+    ]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in together]
+    other = complete(vllm_engine, PROMPTS, [5, 6, 7, 8], FREE)
+    assert all(a.token_ids != b.token_ids for a, b in zip(together, other, strict=True))
+    same_prompt = complete(vllm_engine, [PROMPTS[0]] * 4, [1, 2, 3, 4], FREE)
+    assert len({tuple(c.token_ids) for c in same_prompt}) == 4
+
+
+def test_greedy_is_the_plain_models_whatever_the_seed(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
+) -> None:
+    trainer.train()
+    trainer.sharding.push(1)
+    model = trainer.export(tmp_path)
+    wanted = [greedy(model, prompt, 8) for prompt in PROMPTS]
+    for seed in (0, 1):
+        completions = complete(vllm_engine, PROMPTS, [seed] * len(PROMPTS), GREEDY)
+        assert [c.token_ids for c in completions] == wanted
+
+
+def test_a_response_ends_with_its_stop_token_or_at_its_length(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    (free,) = complete(vllm_engine, [PROMPTS[0]], [1], FREE)
+    assert free.stop_reason == "length" and len(free.token_ids) == len(free.log_probs) == 8
+    stop = next(token for token in free.token_ids[2:] if token not in free.token_ids[:2])
+    (ended,) = complete(vllm_engine, [PROMPTS[0]], [1], Sampling(1.0, 8, (63, stop)))
+    cut = free.token_ids.index(stop) + 1
+    assert ended == Completion(PROMPTS[0], free.token_ids[:cut], ended.log_probs, [0] * cut, "stop")
+    assert ended.log_probs == pytest.approx(free.log_probs[:cut], abs=TOLERANCE)
+    (short,) = complete(vllm_engine, [PROMPTS[0]], [1], Sampling(1.0, 2, (stop,)))
+    assert short.token_ids == free.token_ids[:2] and short.stop_reason == "length"
+
+
+def test_no_token_ends_a_response_unasked(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    # The model's own end token too is an ordinary one unless the sampling names it.
+    completions = complete(vllm_engine, [[END]] * 64, list(range(64)), Sampling(1.0, 8, ()))
+    assert any(END in c.token_ids[:-1] for c in completions)
+    assert {len(c.token_ids) for c in completions} == {8}
+
+
+def test_a_push_makes_the_engine_serve_the_trained_weights(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
+) -> None:
+    before = torch.tensor(vllm_engine.log_probs(FIXED))
+    assert {v for c in complete(vllm_engine, PROMPTS, [0] * 4, FREE) for v in c.versions} == {0}
+    trainer.train()
+    # Without the push the engine still serves the old policy, and the trainer's is another.
+    assert torch.equal(torch.tensor(vllm_engine.log_probs(FIXED)), before)
+    model = trainer.export(tmp_path)
+    logits_TV = model(torch.tensor([FIXED])).logits[0, :-1]
+    wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(FIXED[1:])[:, None]).squeeze(1)
+    assert (wanted - before).abs().max() > 0.1
+    assert 0 <= trainer.sharding.push(7) < TOLERANCE
+    torch.testing.assert_close(torch.tensor(vllm_engine.log_probs(FIXED)), wanted, rtol=0, atol=TOLERANCE)
+    assert {v for c in complete(vllm_engine, PROMPTS, [0] * 4, FREE) for v in c.versions} == {7}
+    batch = single_turns(vllm_engine, prompts(), FREE)
+    assert batch.batch["version"].tolist() == [[7] * 8] * 4
+    log_probs_BR = trainer.engine.compute(batch, 1.0)[0]
+    torch.testing.assert_close(batch.batch["rollout_log_probs"], log_probs_BR, rtol=0, atol=TOLERANCE)
+
+
+def test_a_prompt_that_was_cached_is_computed_anew_after_a_push(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(3, 64, (50,), generator=generator).tolist()  # longer than a block of the cache
+    sampling = Sampling(1.0, 8, ())
+    before = complete(vllm_engine, [prompt] * 2, [1, 2], sampling)
+    trainer.train()
+    trainer.sharding.push(1)
+    batch = single_turns(vllm_engine, DataProto.from_dict({}, {"prompt_ids": [prompt] * 2, "seed": [1, 2]}), GREEDY)
+    wanted = greedy(trainer.export(tmp_path), prompt, 8)
+    assert batch.batch["responses"].tolist() == [wanted] * 2
+    after = single_turns(vllm_engine, DataProto.from_dict({}, {"prompt_ids": [prompt] * 2, "seed": [1, 2]}), FREE)
+    wanted_BR = trainer.engine.compute(after, 1.0)[0]
+    torch.testing.assert_close(after.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
+    assert [c.token_ids for c in before] != after.batch["responses"].tolist()
+
+
+def test_a_push_without_the_tied_head_is_caught(
+    trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trainer.engine.full_parameters
+
+    def without_head(merged: bool) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in whole() if name != "lm_head.weight")
+
+    trainer.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.engine, "full_parameters", without_head)
+        with (
+            pytest.raises(TrainingError, match="1 weights of the rollout engine as they were, such as lm_head")
+            if False
+            else pytest.raises(TrainingError, match="push of weights version 1")
+        ):
+            trainer.sharding.push(1)
+    assert trainer.sharding.push(2) < TOLERANCE
+
+
+@pytest.mark.parametrize("lost", ["k_proj.weight", "model.norm.weight"])  # the first is a part of a fused weight
+def test_a_push_that_leaves_a_weight_out_is_caught(
+    trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    whole = trainer.engine.full_parameters
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.engine, "full_parameters", lambda merged: (w for w in whole() if not w[0].endswith(lost)))
+        with pytest.raises(TrainingError, match=f"version 1 left 1 weights.*{lost}"):
+            trainer.sharding.push(1)
+    assert trainer.sharding.push(2) < TOLERANCE
+
+
+def test_weights_that_were_changed_on_the_way_are_caught(
+    trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trainer.engine.full_parameters
+
+    def changed(merged: bool) -> Iterator[tuple[str, Tensor]]:
+        return ((n, t * 1.05 if n.endswith("o_proj.weight") else t) for n, t in whole())
+
+    monkeypatch.setattr(trainer.engine, "full_parameters", changed)
+    with pytest.raises(TrainingError):
+        trainer.sharding.push(1)
+
+
+def test_a_turn_goes_on_over_a_push_and_knows_which_weights_wrote_which_token(
+    trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
+) -> None:
+    """What comes after the push is what the new weights say after all tokens, whichever weights wrote them."""
+    other = Trainer(trainer.model, trainer.place, vllm_engine)
+    other.train()
+
+    async def interrupted() -> Completion:
+        turn = asyncio.create_task(vllm_engine.generate(PROMPTS[0], 1, Sampling(0.0, 32, ())))
+        while vllm_engine._requests.engine.output_processor.request_states == {}:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        vllm_engine.pause()
+        other.sharding.push(9)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not turn.done()
+        vllm_engine.resume()
+        return await turn
+
+    completion = asyncio.run(interrupted())
+    before = completion.versions.count(0)
+    assert completion.versions == [0] * before + [9] * (32 - before) and 2 <= before <= 10
+    old = AutoModelForCausalLM.from_pretrained(trainer.model, dtype=torch.float32, attn_implementation="eager")
+    assert completion.token_ids[:before] == greedy(old, PROMPTS[0], before)
+    told = PROMPTS[0] + completion.token_ids[:before]
+    assert completion.token_ids[before:] == greedy(other.export(tmp_path), told, 32 - before)
+
+
+def test_the_canary_does_not_wait_for_turns_that_wait(
+    trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More turns than the engine decodes at a time are under way; the push must not decode them first, nor need a place
+    that one of them has."""
+    steps: list[int] = []
+    engine = vllm_engine._requests.engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: steps.append(1) or step())
+
+    async def pushed() -> int:
+        turns = [
+            asyncio.create_task(vllm_engine.generate(PROMPTS[i % 4], i, Sampling(1.0, 40, ()))) for i in range(300)
+        ]
+        while len(steps) < 3:
+            await asyncio.sleep(0)
+        vllm_engine.pause()
+        before = len(steps)
+        assert len(scheduler.running) == scheduler.max_num_running_reqs - 1
+        trainer.sharding.push(1)
+        taken = len(steps) - before
+        vllm_engine.resume()
+        await asyncio.gather(*turns)
+        return taken
+
+    assert asyncio.run(pushed()) <= 3
+
+
+def test_a_cancelled_turn_is_freed_and_the_others_go_on(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    alone = complete(vllm_engine, PROMPTS[1:2], [2], FREE)[0]
+
+    async def two() -> Completion:
+        lost = asyncio.create_task(vllm_engine.generate(PROMPTS[0], 1, Sampling(1.0, 40, ())))
+        kept = asyncio.create_task(vllm_engine.generate(PROMPTS[1], 2, FREE))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        lost.cancel()
+        return await kept
+
+    assert asyncio.run(two()).token_ids == alone.token_ids
+    complete(vllm_engine, PROMPTS, [0] * 4, FREE)
+    requests = vllm_engine._requests
+    assert requests.engine.output_processor.request_states == {}
+    assert not requests._internal and not requests._under_way
+
+
+def test_turns_that_are_cancelled_before_their_turn_leave_all_places_free(
+    trainer: Trainer, vllm_engine: "VLLMEngine"
+) -> None:
+    requests, free = vllm_engine._requests, vllm_engine._requests._room
+
+    async def many() -> None:
+        turns = [asyncio.create_task(vllm_engine.generate(PROMPTS[0], i, FREE)) for i in range(free + 40)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert requests._room == 0 and len(requests._waiting) == 40
+        for lost in (turns[0], turns[-1]):
+            lost.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
+
+    asyncio.run(many())
+    assert requests._room == free and not requests._waiting and not requests._under_way
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.5, 0), (1.0, 3)])
+def test_only_the_likeliest_tokens_are_drawn(
+    trainer: Trainer, vllm_engine: "VLLMEngine", top_p: float, top_k: int
+) -> None:
+    sampling = Sampling(1.0, 1, (), top_p, top_k)
+    seen = {c.token_ids[0]: c.log_probs[0] for c in complete(vllm_engine, [FIXED] * 64, list(range(64)), sampling)}
+    everything = {c.token_ids[0] for c in complete(vllm_engine, [FIXED] * 64, list(range(64)), Sampling(1.0, 1, ()))}
+    assert len(seen) < len(everything) and (not top_k or len(seen) <= top_k)
+    # Log-probs are of the tokens that may be drawn, so their probabilities add up to 1 when all of them were.
+    assert sum(math.exp(log_prob) for log_prob in seen.values()) <= 1 + 1e-5
+
+
+def test_log_probs_come_only_where_they_are_asked_for(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    (with_them,) = complete(vllm_engine, PROMPTS[:1], [3], FREE)
+    (without,) = complete(vllm_engine, PROMPTS[:1], [3], Sampling(1.0, 8, (), log_probs=False))
+    assert without.token_ids == with_them.token_ids and without.log_probs == [] and len(with_them.log_probs) == 8
+
+
+def test_the_canary_fits_a_short_context(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    sharding = ShardingManager(trainer.engine, vllm_engine, "float32", TOLERANCE, max_length=10)
+    assert sharding.push(1) < TOLERANCE
+    assert len(canary_of(trainer.engine, 10).token_ids) == 9
+
+
+def test_sleeping_and_waking_keeps_the_weights(trainer: Trainer, vllm_engine: "VLLMEngine") -> None:
+    before = complete(vllm_engine, PROMPTS, [0] * 4, GREEDY)
+    vllm_engine.sleep()
+    trainer.sharding.push(0)
+    assert [c.token_ids for c in complete(vllm_engine, PROMPTS, [0] * 4, GREEDY)] == [c.token_ids for c in before]
+
+
+def test_an_export_is_served_by_vllm_as_it_is(trainer: Trainer, tmp_path: Path) -> None:
+    """Loaded from the folder alone, with its tokenizer, template and generation config."""
+    trainer.train()
+    trainer.engine.model.generation_config.temperature = 0.6
+    model = trainer.export(tmp_path)
+    logits_TV = model(torch.tensor([FIXED])).logits[0, :-1]
+    wanted = logits_TV.log_softmax(-1).gather(1, torch.tensor(FIXED[1:])[:, None]).squeeze(1)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "load_export.py"), str(tmp_path / "export"), *map(str, FIXED)],
+        env={**os.environ, **WORKER_ENV}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    served = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    torch.testing.assert_close(torch.tensor(served["log_probs"]), wanted, rtol=0, atol=TOLERANCE)
+    tokenizer = load_tokenizer(trainer.model)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "1 2"}], tokenize=False)
+    assert served == {**served, "temperature": 0.6, "chat": chat, "end": tokenizer.eos_token}
