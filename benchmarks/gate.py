@@ -15,7 +15,7 @@ from rl_core.evaluation.gate import decide
 ROWS = (50, 200, 1000)
 EFFECTS = (0.0, 0.02, 0.05, 0.1)
 SAMPLES = 4
-CONFIG = {"length_ratio": None, "format_drop": None, "refusal_rise": None}
+CONFIG = {"max_length_ratio": None, "max_format_drop": None, "max_refusal_rise": None}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from benchmarks.train_step import SHAPE
-from rl_core.config.schema import AgentConfig, EngineConfig, RolloutConfig, TinyModelConfig
+from rl_core.config.schema import AgentConfig, FSDPConfig, RolloutConfig, TinyModelConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, empty_causal_lm
 from rl_core.models.tiny import save_tiny_model
@@ -27,7 +27,7 @@ from rl_core.rollout.agent.agent_loop import roll_out
 from rl_core.rollout.engine.protocol import Sampling
 from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.training.engine import TrainEngine
-from rl_core.training.mesh import make_place
+from rl_core.training.mesh import make_rank_mesh
 
 PROMPT, ROUNDS, PUSHES = 32, 3, 10
 
@@ -79,9 +79,9 @@ def main(requests: int, tokens: int) -> None:
         settings = RolloutConfig(max_num_seqs=requests, kv_cache_gb=1, gpu_memory_utilization=0.5)
         engine = VLLMEngine(folder, settings, dtype, PROMPT + tokens, device)
         engine.sleep()
-        ranks = make_place(device, 1, 1, 1)
+        ranks = make_rank_mesh(device, 1, 1, 1)
         module = PolicyModel(empty_causal_lm(folder))
-        actor = TrainEngine(module, folder, ranks, EngineConfig(), dtype, None, 0, 8192, 0)
+        actor = TrainEngine(module, folder, ranks, FSDPConfig(), dtype, None, 0, 8192, 0)
         sharding = ShardingManager(actor, engine, dtype, 1.0, PROMPT + tokens)
         print(f"{requests} requests × {tokens} tokens on {device.type}, {dtype}", flush=True)
         show_pushes(sharding, engine)

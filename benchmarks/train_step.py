@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rl_core.config.schema import EngineConfig, OptimConfig, RunConfig
+from rl_core.config.schema import FSDPConfig, OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, empty_causal_lm
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
-from rl_core.training.mesh import make_place
+from rl_core.training.mesh import make_rank_mesh
 
 LENGTH, PROMPT = 1024, 1
 SHAPE = Qwen3Config(
@@ -52,15 +52,15 @@ class Case:
     """A way to train: tokens a GPU and step, and how the engine is set; without settings the plain way."""
 
     tokens: int
-    engine: EngineConfig | None = None
+    engine: FSDPConfig | None = None
 
 
 CASES = {
     "baseline": Case(16_384),
-    "packed": Case(16_384, EngineConfig()),
-    "compiled-16k": Case(16_384, EngineConfig(compile=True)),
-    "compiled": Case(32_768, EngineConfig(compile=True)),
-    "checkpointed": Case(32_768, EngineConfig(compile=True, activation_checkpointing=True)),
+    "packed": Case(16_384, FSDPConfig()),
+    "compiled-16k": Case(16_384, FSDPConfig(compile=True)),
+    "compiled": Case(32_768, FSDPConfig(compile=True)),
+    "checkpointed": Case(32_768, FSDPConfig(compile=True, activation_checkpointing=True)),
 }
 
 
@@ -79,7 +79,7 @@ def rows_of(count: int, device: torch.device) -> DataProto:
         "old_log_probs": zeros_BR - 12,
         "advantages": torch.randn(count, width, generator=generator),
     }
-    return DataProto(tensors, {}, {})
+    return DataProto(tensors)
 
 
 class Engine:
@@ -87,7 +87,7 @@ class Engine:
 
     def __init__(self, case: Case, folder: Path, device: torch.device) -> None:
         assert case.engine is not None
-        place = make_place(device, dist.get_world_size(), dist.get_world_size(), 1)
+        place = make_rank_mesh(device, dist.get_world_size(), dist.get_world_size(), 1)
         policy = PolicyModel(empty_causal_lm(folder), case.engine.compile)
         engine, optim = case.engine, OptimConfig(lr=1e-6)
         self.engine = TrainEngine(policy, folder, place, engine, "bfloat16", optim, 1000, case.tokens)
@@ -105,7 +105,7 @@ class Baseline:
     def __init__(self, case: Case, folder: Path, device: torch.device) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
         model.gradient_checkpointing_enable()
-        place = make_place(device, dist.get_world_size(), dist.get_world_size(), 1)
+        place = make_rank_mesh(device, dist.get_world_size(), dist.get_world_size(), 1)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model.to(device)
         for layer in model.model.layers:

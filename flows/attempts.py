@@ -65,7 +65,7 @@ class Attempt:
             return kept
 
         with watched(config):
-            return patiently(decided)
+            return retry_transient(decided)
 
     def run_name(self, recipe: str) -> str:
         """A name for a run of the recipe that every attempt at this flow run finds again."""
@@ -126,7 +126,7 @@ def asked_to_cancel() -> bool:
     return state is not None and state.type == StateType.CANCELLING
 
 
-def patiently(ask: Callable[[], Answer]) -> Answer:
+def retry_transient(ask: Callable[[], Answer]) -> Answer:
     """What storage or MLflow answers, asked again for some minutes; after that raises its TransientError."""
     for wait in WAITS_S:
         try:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from prefect import flow
 from pydantic import Field
 
-from flows.attempts import begin_attempt, patiently
+from flows.attempts import begin_attempt, retry_transient
 from rl_core.config.compose import compose
 from tasks.registry.registry import CHAMPION, Registry
 from tasks.tracking.tracker import default_tracking_uri
@@ -29,7 +29,7 @@ def evaluate(
     config = compose(recipe, overrides or []).config
     registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
     number = attempt.once(config, lambda: {"version": registry.get(str(version)).version})["version"]
-    folder = patiently(lambda: registry.local_folder(number, attempt.home / "cache"))
+    folder = retry_transient(lambda: registry.local_folder(number, attempt.home / "cache"))
     settings = [*(overrides or []), f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
     # Ray and torch are imported here, when their environment is set.
     from flows.preflight import preflight, watched
@@ -40,9 +40,9 @@ def evaluate(
 
     composed = compose(recipe, settings)
     with watched(composed.config):
-        preflight(composed, attempt.home, going_on=True)
+        preflight(composed, attempt.home, resuming=True)
         name = f"evaluate-{attempt.run_name(recipe)}"
-        patiently(lambda: find_run(composed, attempt.home, name))
+        retry_transient(lambda: find_run(composed, attempt.home, name))
         run = open_run(composed, attempt.home, name)
     with open_session(run, verbose=True, keep_data=attempt.number > 1):
         data = prepare_data()

@@ -83,24 +83,24 @@ def check_engines(config: RunConfig) -> None:
 def watched(config: RunConfig) -> Watchdog:
     """What ends this process when storage or a server that is looked at never answers."""
 
-    def tell(silent_s: float) -> None:
-        place = own_frames(threading.main_thread().ident or 0)
-        words = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s) before the run: this process is in {place}"
-        Console().failure(TransientError(words))
+    def on_stall(silent_s: float) -> None:
+        frames = own_frames(threading.main_thread().ident or 0)
+        message = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s) before the run, in {frames}"
+        Console().failure(TransientError(message))
 
-    return Watchdog(config.trainer.silence_s, tell)
+    return Watchdog(config.trainer.silence_s, on_stall)
 
 
-def preflight(composed: Composed, home: Path, going_on: bool = False) -> None:
+def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
     """InputError for the first thing that the run could not work with: home, storage, MLflow, tools, environment,
-    model, scorers, source, device. With `going_on` there is a run, which a storage, an MLflow or a Ray that is down
+    model, scorers, source, device. With `resuming` there is a run, which a storage, an MLflow or a Ray that is down
     shall not stop: what needs it waits for it."""
     config = composed.config
     check_home(home)
-    if config.storage.root and not going_on:
+    if config.storage.root and not resuming:
         runs_root(config.storage, home).check_writable()
-    check_tracking(config.tracking.uri or default_tracking_uri(home), going_on)
-    if not going_on:
+    check_tracking(config.tracking.uri or default_tracking_uri(home), resuming)
+    if not resuming:
         check_cluster()
     schemas = check_agent(config.agent)
     if config.model.path != "tiny":
@@ -114,7 +114,7 @@ def preflight(composed: Composed, home: Path, going_on: bool = False) -> None:
     if config.reward.model.path:
         check_reward_model(config.reward.model.path)
     check_scorers(config.reward, {})
-    if not going_on and config.algorithm.overlong_buffer > config.data.max_response_length:
+    if not resuming and config.algorithm.overlong_buffer > config.data.max_response_length:
         raise InputError(
             f"a part of data.max_response_length={config.data.max_response_length}, such as a quarter",
             f"{config.algorithm.overlong_buffer}, longer than any response: each would be too long",

@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 from pydantic import Field
 
-from flows.attempts import begin_attempt, other_training, patiently
+from flows.attempts import begin_attempt, other_training, retry_transient
 from flows.parameters import GateMode, Hours, gate_setting
 from flows.train import run_stages, stop_time
 from rl_core.config.compose import compose
@@ -68,7 +68,7 @@ def retrain(
     if plan["version"]:
         folder = Path(plan["folder"])
         if not folder.is_dir():  # an attempt on another machine has not asked MLflow for it yet
-            patiently(lambda: version_folder(config, attempt.home, plan["version"]))
+            retry_transient(lambda: version_folder(config, attempt.home, plan["version"]))
         # The champion has had its warm start.
         settings += [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
     result = run_stages(attempt, recipe, settings, None, plan["stop_at"])
@@ -76,7 +76,7 @@ def retrain(
         return result
     found = {"data": plan["data"], "run": result["run"], "trained": time.time(), "reason": plan["reason"]}
     store, file = _record(config, attempt.home)
-    patiently(lambda: store.write_json(file, found))  # or the same rows are trained on again
+    retry_transient(lambda: store.write_json(file, found))  # or the same rows are trained on again
     return {**result, "reason": plan["reason"]}
 
 

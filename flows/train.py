@@ -9,7 +9,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 from pydantic import Field
 
-from flows.attempts import Attempt, asked_to_cancel, begin_attempt, other_training, patiently
+from flows.attempts import Attempt, asked_to_cancel, begin_attempt, other_training, retry_transient
 from flows.parameters import GateMode, Hours, gate_setting
 from rl_core.config.compose import compose
 
@@ -51,8 +51,8 @@ def run_stages(
 
     composed, name = compose(recipe, settings), run_name or attempt.run_name(recipe)
     with watched(composed.config):
-        preflight(composed, attempt.home, going_on=True)
-        patiently(lambda: find_run(composed, attempt.home, name))
+        preflight(composed, attempt.home, resuming=True)
+        retry_transient(lambda: find_run(composed, attempt.home, name))
     try:
         # What the first attempt has made of its files stays, though others have come since.
         result: dict[str, Any] = post_train.fn(

@@ -94,15 +94,15 @@ class Console:
 
     def warning(self, error: InputError) -> None:
         """What a person may want to change."""
-        self._told(self._paint("! warning", _YELLOW), error)
+        self._print_error(self._paint("! warning", _YELLOW), error)
 
     def error(self, error: InputError) -> None:
         """What a person has to change: expected, seen, where and the fix."""
-        self._told(self._paint("✗ error", _RED), error)
+        self._print_error(self._paint("✗ error", _RED), error)
 
     def failure(self, error: Exception) -> None:
         """Why the run ended without a person's mistake."""
-        self._told(self._paint("✗ failed", _RED), error)
+        self._print_error(self._paint("✗ failed", _RED), error)
 
     def finding(self, level: Literal["ok", "warning", "problem"], what: str, text: str, fix: str = "") -> None:
         """One thing that was looked at, and what to do about it."""
@@ -113,7 +113,7 @@ class Console:
         if fix:
             self._line(f"{' ' * 29}→ {clean(fix)}")
 
-    def _told(self, how: str, error: Exception) -> None:
+    def _print_error(self, how: str, error: Exception) -> None:
         self._line(how)
         for text in (str(error), *getattr(error, "__notes__", ())):
             for line in text.splitlines():

@@ -51,6 +51,6 @@ class WorkerError(TrainingError):
     """A worker raised what nobody foresaw; the message begins with it and has its traceback."""
 
 
-def words(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """How an error reads in a file: what other libraries say may be long, and may hold what no file should."""
     return str(error).partition("\n\n")[0] if isinstance(error, RollforwardError) else type(error).__name__

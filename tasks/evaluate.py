@@ -24,12 +24,12 @@ def evaluate(step: int) -> dict[str, float]:
     if not session.store.exists(run_files.evaluation(step)):
 
         def made() -> Json:
-            session.trainer_at(step)
+            session.trained_to(step)
             return evaluation.evaluate(session.config, session.val_rows, session.roles, session.tokenizer)
 
         weights = weights_hash(export(step)) if step else folder_hash(session.policy_model)
         session.store.write_json(run_files.evaluation(step), _kept(session, weights, made))
-    return _told(session, session.store.read_json(run_files.evaluation(step)))
+    return _report(session, session.store.read_json(run_files.evaluation(step)))
 
 
 @stage("evaluate champion", "which version {0} is held against")
@@ -47,7 +47,7 @@ def evaluate_champion(version: str) -> dict[str, float] | None:
         session.console.note(clean(f"version {result['version']} has no score here: {result['problem']}"))
         return None
     session.console.note(f"version {result['version']}")
-    return _told(session, result)
+    return _report(session, result)
 
 
 def champion_result(session: Session, version: str) -> Json | None:
@@ -91,7 +91,7 @@ def _kept(session: Session, weights: str, made: Callable[[], Json]) -> Json:
     return evaluation.cached(root, weights, data, evaluation.settings_of(session.config), made)
 
 
-def _told(session: Session, result: Json) -> dict[str, float]:
+def _report(session: Session, result: Json) -> dict[str, float]:
     scores = {metric: float(result[metric]) for metric in evaluation.METRICS}
     low, high = result["intervals"]["greedy"]
     session.console.note(

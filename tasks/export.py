@@ -10,11 +10,11 @@ from tasks.session import current_session
 
 
 def export(step: int) -> dict[str, Any]:
-    """Commits the policy at the step that training has reached as a folder, once; returns its manifest."""
+    """Checkpointer the policy at the step that training has reached as a folder, once; returns its manifest."""
     session, folder = current_session(), run_files.export(step)
-    manifest = session.sound(folder)
+    manifest = session.verified_manifest(folder)
     if manifest is None:
-        session.trainer_at(step)
+        session.trained_to(step)
         files = session.roles.actor.export(session.store, folder)[0]
         canary: Canary = session.roles.actor.canary()[0]
         session.store.write_json(run_files.CANARY, {"token_ids": canary.token_ids, "log_probs": canary.log_probs})

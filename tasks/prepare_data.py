@@ -15,13 +15,13 @@ from tasks.stage import stage
 
 @stage("prepare data")
 def prepare_data() -> dict[str, Any]:
-    """Commits the rows once; returns their counts and hash.
+    """Checkpointer the rows once; returns their counts and hash.
 
     Raises InputError when the files that they were made of have changed since, unless the session keeps its rows.
     """
     session = current_session()
     assert session.chat  # a template that cannot take tools or environment is refused before anything is made
-    committed = session.sound(run_files.DATA, content=False)  # what rows say is checked as they are read
+    committed = session.verified_manifest(run_files.DATA, content=False)  # what rows say is checked as they are read
     if committed and not session.keep_data:
         check_unchanged(committed["meta"]["files"], session.config.data.paths, session.run.name)
     facts = prepare.prepare_data(

@@ -23,12 +23,12 @@ def report(facts: dict[str, Any]) -> str:
     session.store.write_bytes(run_files.REPORT, page.encode())
     session.tracker.log_file(page, run_files.REPORT)
     local = session.store.local_path(run_files.REPORT)
-    place = str(local) if local else f"{session.run.url}/{run_files.REPORT}"
-    _tell(session, {"report": place, **_links(session, facts["version"])})
-    return place
+    address = str(local) if local else f"{session.run.url}/{run_files.REPORT}"
+    _publish(session, {"report": address, **_links(session, facts["version"])})
+    return address
 
 
-def _tell(session: Session, links: dict[str, str]) -> None:
+def _publish(session: Session, links: dict[str, str]) -> None:
     """The summary goes to MLflow's page of the run and, with the scores, to Prefect's of the flow run."""
     text = described(session.store, links)
     session.tracker.describe(text)

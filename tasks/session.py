@@ -24,7 +24,7 @@ from rl_core.config.compose import config_hash, flatten, to_yaml
 from rl_core.config.schema import RunConfig
 from rl_core.console import Console, duration
 from rl_core.data.dataset import RLHFDataset, ToolsOf
-from rl_core.errors import RollforwardError, TrainingError, TransientError, words
+from rl_core.errors import RollforwardError, TrainingError, TransientError, short_message
 from rl_core.models.load import check_model_folder, check_shape, load_tokenizer, same_shape, stop_tokens
 from rl_core.models.tiny import save_tiny_model
 from rl_core.rollout.agent.chat import ChatTemplate
@@ -45,7 +45,7 @@ from tasks.runs.hang_report import keep_stall, own_frames
 from tasks.runs.run import Run, committed_step
 from tasks.runs.signals import Stopping, signals_ignored
 from tasks.tracking.outage import Pace
-from tasks.tracking.stale_runs import MLFLOW_STATES, STORE_TAG, end_orphans, place_of
+from tasks.tracking.stale_runs import MLFLOW_STATES, STORE_TAG, end_orphans, store_url
 from tasks.tracking.traces import Traces
 from tasks.tracking.tracker import Records, Tracker, default_tracking_uri, local_tracking_uri
 
@@ -73,16 +73,16 @@ class Session:
         self.console = Console(also=self.pages.line)
         self.status = StatusWriter(self.store, self.config.trainer.steps, self.committed_step())
         self.stopping = Stopping(self.config.trainer.grace_s, self.console.note)
-        self.watchdog = Watchdog(self.config.trainer.silence_s, self._tell_hang)
+        self.watchdog = Watchdog(self.config.trainer.silence_s, self._on_hang)
         self._resources = ExitStack()
         self._trainer: PPOTrainer | None = None
         self._seconds: list[float] = []
-        self._sound: set[str] = set()
+        self._verified: set[str] = set()
         self._copied: set[tuple[str, str | None]] = set()
         self._pace = Pace()
         self.failures: list[str] = []
         """What each attempt of the present stage that may be repeated ended with."""
-        for key, (before, now) in run.moved.items():
+        for key, (before, now) in run.changed_layout.items():
             self.console.note(f"{key} was {before} when the run began, now {now}: results are equal within rounding")
 
     @property
@@ -101,7 +101,7 @@ class Session:
 
     def _describe(self, tracker: Tracker) -> None:
         tracker.log_config(flatten(self.config), to_yaml(self.config), config_hash(self.config))
-        tags = {STORE_TAG: place_of(self.store)}
+        tags = {STORE_TAG: store_url(self.store)}
         if manifest := self.store.read_manifest(run_files.DATA):
             tags["rollforward.data_hash"] = manifest["meta"]["data_hash"]
         tracker.set_tags(tags)
@@ -156,23 +156,23 @@ class Session:
         """The committed held-out rows."""
         return RLHFDataset.load(self.store, "val", self.tokenizer, self.tools_of)
 
-    def sound(self, folder: str, content: bool = True) -> Json | None:
+    def verified_manifest(self, folder: str, content: bool = True) -> Json | None:
         """The manifest of a committed folder whose files are all as committed; None when it has to be made.
 
         Looked at once an attempt; what is damaged is told and removed. Without `content` it is by names and sizes only.
         """
-        if folder not in self._sound and self.store.exists(f"{folder}/{MANIFEST}"):
+        if folder not in self._verified and self.store.exists(f"{folder}/{MANIFEST}"):
             if problems := self.store.verify(folder, content):
                 self.warn(f"{self.store.url}/{folder} is damaged and is made again: {'; '.join(problems)}")
                 self.store.remove(folder)
-            self._sound.add(folder)
+            self._verified.add(folder)
         return self.store.read_manifest(folder)
 
     def warn(self, text: str) -> None:
         """Tells what happened to the run, now and in its report."""
         self.console.note(f"! {text}")
-        told = self.store.read_json(run_files.NOTES) if self.store.exists(run_files.NOTES) else []
-        self.store.write_json(run_files.NOTES, [*told, {"time": time.time(), "text": text}])
+        notes = self.store.read_json(run_files.NOTES) if self.store.exists(run_files.NOTES) else []
+        self.store.write_json(run_files.NOTES, [*notes, {"time": time.time(), "text": text}])
 
     @property
     def policy_model(self) -> Path:
@@ -199,7 +199,7 @@ class Session:
     @cached_property
     def roles(self) -> Roles:
         """The worker groups, started with Ray."""
-        self._resources.enter_context(ray_session(self.run.home, self.config.places, self.verbose))
+        self._resources.enter_context(ray_session(self.run.home, self.config.slots, self.verbose))
         self.run.lease.check()  # a run that another process has taken over has its workers there
         roles = Roles(self.config, self.run.url)
         self._resources.callback(self._end_workers, roles)
@@ -233,7 +233,7 @@ class Session:
             self._trainer = trainer
         return self._trainer
 
-    def trainer_at(self, step: int) -> PPOTrainer:
+    def trained_to(self, step: int) -> PPOTrainer:
         """The trainer at a step that was committed; steps whose checkpoints are damaged are trained again."""
         trainer = self.trainer
         if trainer.step > step:
@@ -305,9 +305,9 @@ class Session:
         that were made ahead belong to it, which the workers may still have.
         """
         if self._trainer and not self.config.max_staleness:
-            self._trainer.commits.rescue(self._trainer.step, patience_s)
+            self._trainer.checkpointer.rescue(self._trainer.step, patience_s)
         self._trainer = None
-        self._sound.clear()
+        self._verified.clear()
         self._copied.clear()
         self.__dict__.pop("roles", None)
         self._resources.close()
@@ -320,10 +320,10 @@ class Session:
         except OSError as error:
             return f"not kept: {error}"
 
-    def _tell_hang(self, silent_s: float) -> None:
+    def _on_hang(self, silent_s: float) -> None:
         """What is said before this process ends because it got nowhere."""
-        doing, place = self.status.status.doing, own_frames(threading.main_thread().ident or 0)
-        why = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s): {doing}; this process is in {place}"
+        doing, frames = self.status.status.doing, own_frames(threading.main_thread().ident or 0)
+        why = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s): {doing}; this process is in {frames}"
         self.console.failure(TransientError(why))
         self.console.note(f"the same command with --run {self.run.name} continues from the last committed step")
         self.console.note(f"stacks: {self.keep_stall(why)}")  # whose disk may be what hangs
@@ -344,7 +344,7 @@ def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> It
             yield session
         except BaseException as error:
             state = "failed" if isinstance(error, Exception) else "stopped"
-            why = words(error)
+            why = short_message(error)
             session.pages.line(f"✗ {state}: {why}")
             if state == "failed" and (way := to_replay(session)):
                 error.add_note(way)

@@ -84,5 +84,5 @@ def _ending(session: Session, error: TransientError) -> str:
 
 def _given_up(name: str, endings: Sequence[str]) -> str:
     same = len(set(endings)) == 1 and len(endings) > 1
-    told = f"each with {endings[0]}" if same else "; ".join(endings)
-    return f"{name} was given up after trainer.max_attempts={len(endings)} attempts: {told}"
+    how = f"each with {endings[0]}" if same else "; ".join(endings)
+    return f"{name} was given up after trainer.max_attempts={len(endings)} attempts: {how}"

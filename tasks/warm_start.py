@@ -8,9 +8,9 @@ from tasks.stage import stage
 
 @stage("warm start")
 def warm_start() -> None:
-    """Commits the folder `warm_start` once."""
+    """Checkpointer the folder `warm_start` once."""
     session = current_session()
-    if session.sound(run_files.WARM_START):
+    if session.verified_manifest(run_files.WARM_START):
         return
     total = session.config.warm_start.steps
 

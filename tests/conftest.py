@@ -17,7 +17,7 @@ from flows.home import prepare_environment
 if TYPE_CHECKING:
     from support_training import Trained
 
-    from rl_core.training.mesh import Place
+    from rl_core.training.mesh import RankMesh
 
 os.environ["OMP_NUM_THREADS"] = "1"
 # Short: sockets of Ray lie below it, and their paths may not be long.
@@ -75,9 +75,9 @@ def process_group() -> Iterator[None]:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**place, "MASTER_PORT": str(store.port)}.items():
+        for name, value in {**rank, "MASTER_PORT": str(store.port)}.items():
             patch.setenv(name, value)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         yield
@@ -86,13 +86,13 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def place(process_group: None) -> "Place":
-    """The place of a rank that is alone."""
+def rank_mesh(process_group: None) -> "RankMesh":
+    """The mesh of a single rank."""
     import torch
 
-    from rl_core.training.mesh import make_place
+    from rl_core.training.mesh import make_rank_mesh
 
-    return make_place(torch.device("cpu"), 1, 1, 1)
+    return make_rank_mesh(torch.device("cpu"), 1, 1, 1)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from transformers import (
 from rl_core.config.schema import (
     ActorConfig,
     AgentConfig,
-    EngineConfig,
+    FSDPConfig,
     LoraConfig,
     OptimConfig,
     RunConfig,
@@ -40,10 +40,10 @@ from rl_core.storage.store import Store
 from rl_core.training.checkpoint import save_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 CPU = torch.device("cpu")
-ALONE = Place(CPU, None, None)  # type: ignore[arg-type]
+ALONE = RankMesh(CPU, None, None)  # type: ignore[arg-type]
 WIDTH = 8
 # Prompt and response tokens of each row; the first half is much longer, so that ranks need different numbers of
 # micro-batches.
@@ -116,18 +116,18 @@ def save_reward_model(folder: Path, template: bool = True, pad: bool = True) -> 
 
 def policy_engine(
     path: Path,
-    place: Place,
+    rank_mesh: RankMesh,
     optim: OptimConfig | None = None,
     max_tokens: int = 4096,
     updates: int = 10,
-    config: EngineConfig | None = None,
+    config: FSDPConfig | None = None,
     dtype: str = "float32",
     lora: LoraConfig | None = None,
 ) -> TrainEngine:
     """A policy engine from a checkpoint, with adapters if given."""
     model = empty_causal_lm(path)
     policy = PolicyModel(add_adapters(model, lora) if lora else model)
-    return TrainEngine(policy, path, place, config or EngineConfig(), dtype, optim, updates, max_tokens)
+    return TrainEngine(policy, path, rank_mesh, config or FSDPConfig(), dtype, optim, updates, max_tokens)
 
 
 Module = TypeVar("Module", PolicyModel, ValueModel)

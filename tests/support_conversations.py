@@ -11,7 +11,7 @@ from rl_core.data.protocol import DataProto
 from rl_core.models.load import load_tokenizer
 from rl_core.rewards.runner import RewardRunner
 from rl_core.rollout.agent.agent_loop import roll_out
-from rl_core.rollout.agent.responders import ToolPartners
+from rl_core.rollout.agent.responders import ToolResponders
 from rl_core.rollout.engine.protocol import Completion, Sampling
 from rl_core.rollout.scoring import TrajectoryScorer
 
@@ -58,14 +58,14 @@ def talk(
     prompts = DataProto.from_dict({}, {"prompt_ids": [ids] * len(turns), "seed": seeds, "row": rows})
 
     async def work() -> DataProto:
-        partners, scoring = ToolPartners(config, model), None
+        responders, scoring = ToolResponders(config, model), None
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(partners.runner.close)
-            await partners.start()
+            stack.push_async_callback(responders.runner.close)
+            await responders.start()
             if reward is not None:
                 runner = await stack.enter_async_context(RewardRunner(config.reward))
                 scoring = TrajectoryScorer(runner, tokenizer)
             sampling = Sampling(1.0, room, (2,))
-            return await roll_out(engine, prompts, sampling, config.agent, partners, scoring)  # type: ignore[arg-type]
+            return await roll_out(engine, prompts, sampling, config.agent, responders, scoring)  # type: ignore[arg-type]
 
     return asyncio.run(work()), engine

@@ -77,5 +77,5 @@ def step_parquet() -> bytes:
         "score_status": ["ok" if scored else "error" for scored in SCORED],
         "score_detail": [""] * 4,
     }
-    batch = DataProto({**batch.batch, "response_mask": mask}, batch.non_tensor_batch, {})
+    batch = DataProto({**batch.batch, "response_mask": mask}, batch.non_tensor_batch)
     return rollout_parquet(batch.union(DataProto.from_dict(added, others)))

@@ -114,7 +114,7 @@ def train_small_runs(home: Path, ray_home: Path) -> Trained:
     """Trains them, one after the other, in one Ray session."""
     configs = {name: compose(recipe, [*SMALL, *settings]).config for name, (recipe, settings) in RUNS.items()}
     trained = Trained(home, configs)
-    with ray_session(ray_home, max(config.places for config in configs.values()), False):
+    with ray_session(ray_home, max(config.slots for config in configs.values()), False):
         for name, config in configs.items():
             with trainer_of(trained.store(name), config, home / "models" / name) as trainer:
                 trainer.fit(config.trainer.steps)
@@ -168,7 +168,7 @@ class Bench:
             self.store(name), config or self.config, self.home / "model", self.roles,
             lambda record: events.append(f"step {record['step']}"), lambda step: events.append(f"commit {step}"),
         )  # fmt: skip
-        take, taken = trainer.upcoming.take, itertools.count(1)
+        take, taken = trainer.queue.take, itertools.count(1)
 
         def watched(step: int, attempt: int = 0) -> tuple[DataProto, DataProto | None]:
             rollouts, number = take(step, attempt), next(taken)
@@ -177,7 +177,7 @@ class Bench:
                 raise failure[1]
             return rollouts
 
-        trainer.upcoming.take = watched  # type: ignore[method-assign]
+        trainer.queue.take = watched  # type: ignore[method-assign]
         trainer.start(str(self.home / "model"))
         return trainer, events
 

@@ -113,13 +113,13 @@ def _printable(text: str) -> str:
 
 def _line(rows: RowsReport, report: DataReport) -> tuple[str, str]:
     name = NAMES[rows.split] + (f", {rows.source}" if len(report.of(rows.split)) > 1 else "")
-    told = [f"{rows.seen:,} seen, {rows.kept:,} stay" + (f" ({counted(rows.faults)})" if rows.faults else "")]
+    lines = [f"{rows.seen:,} seen, {rows.kept:,} stay" + (f" ({counted(rows.faults)})" if rows.faults else "")]
     if rows.lengths:
-        told.append(f"tokens of a prompt: {described(rows.lengths)}")
-        told.append(f"messages of a prompt: {', '.join(f'{n} ({count:,} rows)' for n, count in rows.turns.items())}")
+        lines.append(f"tokens of a prompt: {described(rows.lengths)}")
+        lines.append(f"messages of a prompt: {', '.join(f'{n} ({count:,} rows)' for n, count in rows.turns.items())}")
     if rows.missing_truth:
-        told.append(f"without ground truth: {rows.missing_truth:,}")
-    return name, "\n".join(told)
+        lines.append(f"without ground truth: {rows.missing_truth:,}")
+    return name, "\n".join(lines)
 
 
 def _common(report: DataReport) -> list[tuple[str, str]]:
@@ -127,7 +127,7 @@ def _common(report: DataReport) -> list[tuple[str, str]]:
     columns = [
         f"{name}: {kinds}" + (f", missing in {nulls}" if nulls else "") for name, kinds, nulls in columns_of(report)
     ]
-    told = {
+    lines = {
         "data sources": _first(report.data_sources),
         "tools": _first(tools),
         "unknown tools": _first(unknown),
@@ -135,7 +135,7 @@ def _common(report: DataReport) -> list[tuple[str, str]]:
         "tokens are of": report.tokenizer,
         "time": report.pace,
     }
-    return [(name, value) for name, value in told.items() if value]
+    return [(name, value) for name, value in lines.items() if value]
 
 
 def _first(counts: dict[str, int], shown: int = 10) -> str:

@@ -101,14 +101,14 @@ def report(options: argparse.Namespace, console: Console) -> None:
 
     store = stored_run(root, options.run)
     ended = present_status(store).state == "finished" and store.exists(run_files.REPORT)
-    place = store.local_path(run_files.REPORT) if ended else None
-    if place is None:
+    file = store.local_path(run_files.REPORT) if ended else None
+    if file is None:
         page = store.read_bytes(run_files.REPORT) if ended else run_page(store, {}).encode()
-        place = home_folder() / "reports" / f"{Path(store.root).name}.html"
-        _write(place, page, f"ROLLFORWARD_HOME={home_folder()}", "set ROLLFORWARD_HOME=FOLDER")
-    console.note(f"report: {place}" + ("" if ended else "  (as far as the run has come)"))
+        file = home_folder() / "reports" / f"{Path(store.root).name}.html"
+        _write(file, page, f"ROLLFORWARD_HOME={home_folder()}", "set ROLLFORWARD_HOME=FOLDER")
+    console.note(f"report: {file}" + ("" if ended else "  (as far as the run has come)"))
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        webbrowser.open(place.as_uri())
+        webbrowser.open(file.as_uri())
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:

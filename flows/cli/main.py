@@ -21,9 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console()
     code = _done(options, console)
-    if code and options.way_back:
+    if code and options.resume_hint:
         console.note("this continues from the last committed step:")
-        console.note(options.way_back)
+        console.note(options.resume_hint)
     return code
 
 
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rollforward", description="Reinforcement-learning post-training of language models."
     )
-    parser.set_defaults(way_back="")  # a command line, for when a command that had begun something does not end it
+    parser.set_defaults(resume_hint="")  # a command line, for when a command that had begun something does not end it
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in MODULES:
         module.register(commands)

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_prefect()
     with watched(composed.config):
         name, store = find_run(composed, home, options.run, options.resume, options.new)
-        preflight(composed, home, going_on=store.exists(run_files.RUN))
+        preflight(composed, home, resuming=store.exists(run_files.RUN))
     start_guardian()  # before Prefect starts a server
     from prefect.exceptions import TerminationSignal
 
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     # The flow unblocks it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     start = time.monotonic()
-    options.way_back = _resume_command(options, name)
+    options.resume_hint = _resume_command(options, name)
     try:
         result = run_here(
             options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose,

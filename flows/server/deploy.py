@@ -90,8 +90,8 @@ def deploy(file: Path | None) -> list[tuple[str, str]]:
             for pool in dict.fromkeys(spec.work_pool.name for spec in specs):
                 rows.append((f"work pool {pool}", _apply_pool(client, pool)))
             for spec in specs:
-                name, told, triggers = _apply_deployment(client, spec)
-                rows.append((f"deployment {name}", told))
+                name, outcome, triggers = _apply_deployment(client, spec)
+                rows.append((f"deployment {name}", outcome))
                 automations += triggers
             rows += [(f"automation {one.name}", _apply_automation(client, one)) for one in automations]
     except httpx.TransportError as error:

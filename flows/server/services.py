@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 def up(
-    home: Path, prefect_port: int | None, mlflow_port: int | None, tell: Callable[[str], None]
+    home: Path, prefect_port: int | None, mlflow_port: int | None, report: Callable[[str], None]
 ) -> dict[str, Service]:
     """The services of the home folder, those that were missing started; returns when all of them answer.
 
@@ -82,11 +82,11 @@ def up(
                 services[name] = _start(home, name, *commands[name], _environment(home, api, mlflow, name))
         for name in ("prefect", "mlflow"):
             _wait(name, services[name], partial(_answers, f"{services[name].address}/health"))
-            tell(f"{name} answers at {services[name].address}")
+            report(f"{name} answers at {services[name].address}")
         if "worker" not in before:
             services["worker"] = _start(home, "worker", *commands["worker"], _environment(home, api, mlflow, "worker"))
         _wait("worker", services["worker"], partial(_works, api, own_name if "worker" not in before else None))
-        tell("the worker takes flow runs")
+        report("the worker takes flow runs")
     except BaseException:
         end([service.process for name, service in services.items() if name not in before])
         raise
@@ -94,7 +94,7 @@ def up(
     return services
 
 
-def down(home: Path, tell: Callable[[str], None]) -> list[str]:
+def down(home: Path, report: Callable[[str], None]) -> list[str]:
     """Cancels flow runs, then ends the services and all that they have started; returns what was ended, in words.
 
     Raises TransientError when something does not go.
@@ -102,12 +102,12 @@ def down(home: Path, tell: Callable[[str], None]) -> list[str]:
     services = running_services(home)
     ended = []
     if {"prefect", "worker"} <= services.keys():
-        ended = [f"flow run {name}, cancelled" for name in _cancel_runs(services["prefect"].address, tell)]
+        ended = [f"flow run {name}, cancelled" for name in _cancel_runs(services["prefect"].address, report)]
     # The worker first: it would begin further runs, and it tells the server how the last ones ended.
     for name in sorted(services, key=["worker", "mlflow", "prefect"].index):
         end([services[name].process])
         ended.append(f"{name}, process {services[name].process.pid}")
-        tell(f"{name} has ended")
+        report(f"{name} has ended")
     left = leftovers(home)
     end([Process.of(process.pid) for process in left if process.is_running()])
     ended += [f"left by an earlier one: process {process.pid}" for process in left]
@@ -229,7 +229,7 @@ def _works(api: str, name: str | None) -> bool:
     return any(worker["status"] == "ONLINE" and name in (None, worker["name"]) for worker in workers)
 
 
-def _cancel_runs(api: str, tell: Callable[[str], None]) -> list[str]:
+def _cancel_runs(api: str, report: Callable[[str], None]) -> list[str]:
     """Cancels what the worker runs, or has been told to run now, and waits until it has ended; returns the names."""
     active = {
         "flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}},
@@ -238,13 +238,13 @@ def _cancel_runs(api: str, tell: Callable[[str], None]) -> list[str]:
     try:
         runs = call(f"{api}/flow_runs/filter", active)
         for run in runs:
-            tell(f"flow run {run['name']} is cancelled; what it has committed stays")
+            report(f"flow run {run['name']} is cancelled; what it has committed stays")
             call(f"{api}/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
         start = time.monotonic()
         while call(f"{api}/flow_runs/filter", active) and time.monotonic() - start < CANCEL_S:
             time.sleep(0.5)
     except OSError as error:
-        tell(f"Prefect's server does not answer ({error}); flow runs end with their worker")
+        report(f"Prefect's server does not answer ({error}); flow runs end with their worker")
         return []
     return [run["name"] for run in runs]
 

@@ -4,21 +4,12 @@ The ratio is π_old / π_rollout of the sampled tokens, detached; its logarithm 
 ratio itself. Rejected tokens leave the loss and its denominator. An empty mask gives weights and masks of 0.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from rl_core.algorithms.masked import masked_mean
 
 Bounds = tuple[float, float]
-
-
-class Correction(NamedTuple):
-    """Weights on the loss and the mask of what is kept, both [B, R]."""
-
-    weights_BR: Tensor
-    mask_BR: Tensor
 
 
 def log_ratio(old_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> Tensor:

@@ -5,21 +5,18 @@ from typing import Literal
 
 from torch import Tensor
 
-ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-
 
 def kl_estimate(log_prob_BR: Tensor, ref_log_prob_BR: Tensor, kind: str) -> Tensor:
     """k1, abs, k2 or k3 of the note "Approximating KL divergence" (J. Schulman, 2020), per token [B, R].
 
     With x = log_prob − ref_log_prob: k1 = x; abs = |x|; k2 = x²/2; k3 = e^(−x) − 1 + x, its exponent held within ±20
-    and its value within ±10, so that one token cannot dominate a batch. `kl`, `mse`, `low_var_kl` are k1, k2, k3.
+    and its value within ±10, so that one token cannot dominate a batch.
     A `+` behind the name keeps the value and takes the gradient of k2, which is that of the KL itself.
     """
     if kind.endswith("+"):
         value_BR = kl_estimate(log_prob_BR, ref_log_prob_BR, kind[:-1])
         slope_BR = kl_estimate(log_prob_BR, ref_log_prob_BR, "k2")
         return value_BR.detach() + slope_BR - slope_BR.detach()
-    kind = ALIASES.get(kind, kind)
     x_BR = log_prob_BR - ref_log_prob_BR
     if kind == "k1":
         return x_BR

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from rl_core.config.schema import RunConfig
 from rl_core.models.load import load_tokenizer
 from rl_core.rewards.runner import RewardRunner
-from rl_core.rollout.agent.responders import ToolPartners
+from rl_core.rollout.agent.responders import ToolResponders
 from rl_core.rollout.engine.protocol import Sampling
 from rl_core.rollout.scoring import TrajectoryScorer
 
@@ -60,13 +60,13 @@ def collective_timeout(config: RunConfig) -> timedelta:
     return timedelta(seconds=config.trainer.call_timeout_s + LEAD_S)
 
 
-async def start_partners(config: RunConfig, source: Path) -> ToolPartners | None:
+async def start_responders(config: RunConfig, source: Path) -> ToolResponders | None:
     """Who answers the policy's turns, or None in runs of one turn."""
     if not config.multi_turn:
         return None
-    partners = ToolPartners(config, source)
-    await partners.start()
-    return partners
+    responders = ToolResponders(config, source)
+    await responders.start()
+    return responders
 
 
 async def start_scoring(config: RunConfig, source: Path) -> TrajectoryScorer:

@@ -51,7 +51,7 @@ class Call:
         self.name, self.method, self.refs, self.deadline, self.collect = name, method, refs, deadline, collect
         self.ranks, self.earlier = ranks, earlier
         self.start, self.since = time.monotonic(), time.time()
-        self._told = False
+        self._warned = False
 
     @signals_pass()
     def get(self) -> Any:
@@ -73,7 +73,7 @@ class Call:
                 self._raise(failures)
             if not failures and pending and self.late:
                 raise stalled(self.name, self.method, self._ranks_of(pending), self.ranks, self.deadline, self.since)
-            self._tell(pending)
+            self._warn_if_slow(pending)
         self.earlier.append(self._seconds)
         progress()
         return self.collect([results[ref] for ref in self.refs])
@@ -86,7 +86,7 @@ class Call:
     def settled(self) -> bool:
         """Whether `get` has nothing to wait for: all ranks are done, one has failed, or the deadline has passed."""
         done, pending = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
-        self._tell(pending)
+        self._warn_if_slow(pending)
         return not pending or self.late or bool(self._fetch(done, {}))
 
     @property
@@ -96,11 +96,11 @@ class Call:
     def _ranks_of(self, refs: list[ray.ObjectRef]) -> list[int]:
         return [rank for rank, ref in enumerate(self.refs) if ref in refs]
 
-    def _tell(self, pending: list[ray.ObjectRef]) -> None:
+    def _warn_if_slow(self, pending: list[ray.ObjectRef]) -> None:
         """Says once that the call takes unusually long."""
         usual = max(UNUSUAL * median(self.earlier), UNUSUAL_S) if self.earlier else self.deadline / 2
-        if pending and not self._told and self._seconds > usual:
-            self._told = True
+        if pending and not self._warned and self._seconds > usual:
+            self._warned = True
             logger.warning(
                 "still waiting for %s.%s on rank(s) %s, since %s; the deadline is %.0f s (trainer.call_timeout_s)",
                 self.name, self.method, self._ranks_of(pending), clock(self.since), self.deadline,

@@ -20,7 +20,6 @@ class Dispatch(Enum):
 
     ONE_TO_ALL = "the same arguments to every rank; a list of the results"
     RANK_ZERO = "rank 0 only; its result"
-    ALL_TO_ALL = "lists with one entry a rank; a list of the results"
     DP_COMPUTE_PROTO = (
         "DataProto split over the data-parallel groups (padded when it does not divide); DataProto joined again from "
         "the first rank of each group"
@@ -74,10 +73,6 @@ def split(mode: Dispatch, layout: Layout, args: tuple[Any, ...]) -> tuple[list[t
     world_size = layout.world_size
     if mode in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL):
         return [args] * len(layout.called(mode)), 0
-    if mode is Dispatch.ALL_TO_ALL:
-        if any(len(arg) != world_size for arg in args):
-            raise ValueError(f"lists of {[len(arg) for arg in args]} entries for {world_size} ranks")
-        return list(zip(*args, strict=True)), 0
     sharing = layout.sharing(mode)
     padding = 0
     columns = []

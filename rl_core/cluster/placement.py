@@ -128,7 +128,7 @@ def _seen(pool: ResourcePool, found: list[Machine], left: dict[str, Resources]) 
 
 
 class Placement:
-    """The reserved places of a pool; worker groups that share them are colocated."""
+    """The reserved slots of a pool; worker groups that share them are colocated."""
 
     def __init__(self, pool: ResourcePool, run: str, deadline: float) -> None:
         """Reserves one bundle a machine; TransientError when the cluster does not give them in time."""
@@ -138,14 +138,14 @@ class Placement:
         self.group = placement_group([pool.bundle()] * pool.nodes, strategy=strategy, name=name)
         if not self.group.wait(timeout_seconds=min(deadline, PATIENCE)):
             raise TransientError(f"the cluster did not give {_wanted(pool)} in time")
-        order = {machine.node_id: place for place, machine in enumerate(machines())}
+        order = {machine.node_id: i for i, machine in enumerate(machines())}
         node_of: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
         # Ray numbers bundles as it likes; ranks follow the machines, so that each attempt has them in the same order.
         self.bundles = sorted(node_of, key=lambda bundle: order[node_of[bundle]])
 
-    def bundle_of(self, place: int) -> int:
-        """The index of the bundle that holds a place."""
-        return self.bundles[place // self.pool.ranks_per_node]
+    def bundle_of(self, slot: int) -> int:
+        """The index of the bundle that holds a slot."""
+        return self.bundles[slot // self.pool.ranks_per_node]
 
     def whole(self) -> bool:
         """Whether all its machines are there."""

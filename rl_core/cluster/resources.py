@@ -1,4 +1,4 @@
-"""Ray's start and end, and what a run asks of it: pools of places, devices, and the environment of the workers."""
+"""Ray's start and end, and what a run asks of it: pools of slots, devices, and the environment of the workers."""
 
 import contextlib
 import logging
@@ -43,7 +43,7 @@ def worker_env(config: TrainerConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """`ranks_per_node` worker places on each of `nodes` machines, with a GPU each on CUDA; `setting` is the section
+    """`ranks_per_node` worker slots on each of `nodes` machines, with a GPU each on CUDA; `setting` is the section
     that asks for it."""
 
     nodes: int
@@ -53,23 +53,23 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Number of places."""
+        """Number of slots."""
         return self.nodes * self.ranks_per_node
 
     def bundle(self) -> dict[str, float]:
-        """Resources that the places of one machine take together."""
+        """Resources that the slots of one machine take together."""
         bundle = {"CPU": float(self.ranks_per_node)}
         if self.use_gpu:
             bundle["GPU"] = float(self.ranks_per_node)
         return bundle
 
-    def rank_env(self, place: int, group: range) -> dict[str, str]:
-        """What a rank's environment says of its place, which is one of the group's."""
+    def rank_env(self, slot: int, group: range) -> dict[str, str]:
+        """What a rank's environment says of its slot, which is one of the group's."""
         return {
-            "RANK": str(place - group.start),
+            "RANK": str(slot - group.start),
             "WORLD_SIZE": str(len(group)),
             # With one GPU visible to each actor, every rank's own device is number 0.
-            "LOCAL_RANK": "0" if self.use_gpu else str(place % self.ranks_per_node),
+            "LOCAL_RANK": "0" if self.use_gpu else str(slot % self.ranks_per_node),
         }
 
 
@@ -85,7 +85,7 @@ def resource_pools(config: RunConfig) -> list[ResourcePool]:
 
 
 def shares(groups: int) -> list[float]:
-    """Parts of a place for the worker groups that share it, in the order in which they are placed; each takes more than
+    """Parts of a slot for the worker groups that share it, in the order in which they are placed; each takes more than
     half of what is left.
 
     Ray packs fractions: with equal parts, two ranks of one group would get the same GPU.

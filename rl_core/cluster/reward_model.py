@@ -42,7 +42,7 @@ class RewardModelWorker(Worker):
         if not self.alone and self.device.type == "cuda":
             model.model.to("cpu")  # the device's memory belongs to actor and rollout
             torch.cuda.empty_cache()
-        return DataProto({"rm_score": scores_B}, {}, {})
+        return DataProto({"rm_score": scores_B})
 
 
 class RewardModelScores:
@@ -56,13 +56,13 @@ class RewardModelScores:
 
         A response that one of them gives no score has none; the model does not read what the scorers gave none.
         """
-        read = [place for place, result in enumerate(results) if result.score is not None]
+        read = [i for i, result in enumerate(results) if result.score is not None]
         if not read:
             return results
         texts = {"messages": [rows[i]["prompt"] for i in read], "response": [responses[i] for i in read]}
         scores = self.model.compute_rm_score(DataProto.from_dict({}, texts)).batch["rm_score"].tolist()
-        added = {place: self._joined(results[place], score) for place, score in zip(read, scores, strict=True)}
-        return [added.get(place, result) for place, result in enumerate(results)]
+        added = {i: self._joined(results[i], score) for i, score in zip(read, scores, strict=True)}
+        return [added.get(i, result) for i, result in enumerate(results)]
 
     def _joined(self, result: RewardResult, score: float) -> RewardResult:
         assert result.score is not None

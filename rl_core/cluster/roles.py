@@ -39,7 +39,7 @@ def start_groups(placement: Placement, classes: list[type], config: RunConfig) -
 def layout_of(config: RunConfig) -> Layout:
     """How the ranks that train share sequences and, where they also roll out, engines."""
     engines = config.rollout.tensor_parallel_size if config.colocated else 1
-    return Layout(config.world_size, config.engine.sequence_parallel_size, engines)
+    return Layout(config.world_size, config.fsdp.sequence_parallel_size, engines)
 
 
 class Roles:
@@ -58,13 +58,13 @@ class Roles:
         judge: list[type] = [RewardModelWorker] if config.reward.model.path else []
         try:
             reserved = reserve(resource_pools(config), run, config.trainer.call_timeout_s)
-            places = {placement.pool.setting: placement for placement in reserved}
-            own = "reward.model" in places
-            groups = start_groups(places["trainer"], classes if own else classes + judge, config)
-            if "rollout" in places:
-                self.pool = RolloutPool(places["rollout"], groups[0], config)
+            placements = {placement.pool.setting: placement for placement in reserved}
+            own = "reward.model" in placements
+            groups = start_groups(placements["trainer"], classes if own else classes + judge, config)
+            if "rollout" in placements:
+                self.pool = RolloutPool(placements["rollout"], groups[0], config)
             if own:
-                groups += start_groups(places["reward.model"], judge, config)
+                groups += start_groups(placements["reward.model"], judge, config)
             for group in groups:
                 group.meet()
             if self.pool:

@@ -1,4 +1,4 @@
-"""Rollout engines with places of their own: they go on while the actor trains, and may die one by one."""
+"""Rollout engines with slots of their own: they go on while the actor trains, and may die one by one."""
 
 import logging
 import math
@@ -27,11 +27,11 @@ class Engine:
 
     serving: Call | None = None
 
-    def __init__(self, placement: Placement, config: RunConfig, number: int, life: int, deadline: float) -> None:
-        """Starts the processes; `life` counts how often this engine of the pool was started."""
+    def __init__(self, placement: Placement, config: RunConfig, number: int, incarnation: int, deadline: float) -> None:
+        """Starts the processes; `incarnation` counts how often this engine of the pool was started."""
         size = config.rollout.tensor_parallel_size
-        self.number, self.life, self.deadline = number, life, config.trainer.call_timeout_s
-        self.lost, self.again = False, True
+        self.number, self.incarnation, self.deadline = number, incarnation, config.trainer.call_timeout_s
+        self.lost, self.may_restart = False, True
         self.group = RayWorkerGroup(
             placement,
             RolloutWorker,
@@ -39,8 +39,8 @@ class Engine:
             worker_env(config.trainer),
             1.0,
             deadline,
-            places=range(number * size, (number + 1) * size),
-            name=f"{RolloutWorker.__name__}-{number}" + (f"-life-{life}" if life > 1 else ""),
+            slots=range(number * size, (number + 1) * size),
+            name=f"{RolloutWorker.__name__}-{number}" + (f"-incarnation-{incarnation}" if incarnation > 1 else ""),
             host=AsyncHost,
         )
 
@@ -183,14 +183,14 @@ class RolloutPool:
 
     def _revive(self) -> None:
         """Starts lost engines anew, each once after its loss; if that fails the pool goes on without it."""
-        lost = [engine for engine in self._engines if engine.lost and engine.again]
+        lost = [engine for engine in self._engines if engine.lost and engine.may_restart]
         if not lost or not self.placement.whole():
             return
         begun: list[Engine] = []
         for old in lost:
-            old.again = False
+            old.may_restart = False
             with _tolerated(old):
-                begun.append(Engine(self.placement, self.config, old.number, old.life + 1, REVIVAL))
+                begun.append(Engine(self.placement, self.config, old.number, old.incarnation + 1, REVIVAL))
         built: list[tuple[Engine, Call]] = []
         for engine in begun:
             with _tolerated(engine):

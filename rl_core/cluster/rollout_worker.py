@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from rl_core.cluster.base_worker import Worker, sampling_of, start_partners, start_scoring
+from rl_core.cluster.base_worker import Worker, sampling_of, start_responders, start_scoring
 from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import stop_tokens
@@ -36,14 +36,14 @@ class RolloutWorker(Worker):
             from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
             self.engine = VLLMEngine(Path(path), config.rollout, config.model.dtype, config.max_length, self.device)
-            if not self.engine.follows:
-                self.partners = await start_partners(config, Path(path))
+            if not self.engine.is_follower:
+                self.responders = await start_responders(config, Path(path))
                 self.scoring = await start_scoring(config, Path(path))
 
     @register(Dispatch.ONE_TO_ALL)
     async def serve(self) -> None:
         """Lasts as long as the process does: ranks other than the first follow its steps."""
-        while self.engine.follows:
+        while self.engine.is_follower:
             await self.engine.follow()
         await asyncio.Event().wait()
 
@@ -51,7 +51,7 @@ class RolloutWorker(Worker):
     async def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
         sampling = sampling_of(self.config, temperature, self.stop_token_ids)
-        return await roll_out(self.engine, prompts, sampling, self.config.agent, self.partners, self.scoring)
+        return await roll_out(self.engine, prompts, sampling, self.config.agent, self.responders, self.scoring)
 
     @register(Dispatch.RANK_ZERO)
     def pause(self) -> None:

@@ -118,7 +118,9 @@ def stalled(
     seen = ask_all(known)
     # Those who only wait for others come last.
     order = sorted(known, key=lambda rank: (waits_for_others(seen[rank].stacks), rank))
-    lines = [f"rank {rank} (process {known[rank].pid} on {known[rank].address}) {told(seen[rank])}" for rank in order]
+    lines = [
+        f"rank {rank} (process {known[rank].pid} on {known[rank].address}) {describe(seen[rank])}" for rank in order
+    ]
     report = [f"{line}\n{seen[rank].stacks}" for rank, line in zip(order, lines, strict=True)]
     if len(lines) > RANKS:
         lines = [*lines[:RANKS], f"and {len(lines) - RANKS} more"]
@@ -129,7 +131,7 @@ def stalled(
     return Stalled("\n    ".join([message, *lines]), "\n\n".join([message, *report]))
 
 
-def told(seen: Seen) -> str:
+def describe(seen: Seen) -> str:
     """What a process is doing, in words."""
     if seen.words:
         return seen.words
@@ -138,9 +140,9 @@ def told(seen: Seen) -> str:
         return "waits for the next call, or awaits something in its event loop"
     inner, *outer = frames
     own = [frame for frame in outer if not LIBRARIES.search(frame[0])]
-    places = [f"{function} ({os.path.basename(file)}:{line})" for file, line, function in [inner, *own[: FRAMES - 1]]]
+    shown = [f"{function} ({os.path.basename(file)}:{line})" for file, line, function in [inner, *own[: FRAMES - 1]]]
     waits = "waits for other ranks in" if waits_for_others(seen.stacks) else "is in"
-    return f"{waits} {' < '.join(places)}"
+    return f"{waits} {' < '.join(shown)}"
 
 
 def method_frames(stacks: str) -> list[tuple[str, str, str]]:

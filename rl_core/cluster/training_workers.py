@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
-from rl_core.cluster.base_worker import Worker, collective_timeout, sampling_of, start_partners, start_scoring
+from rl_core.cluster.base_worker import Worker, collective_timeout, sampling_of, start_responders, start_scoring
 from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto, Metrics
@@ -33,14 +33,14 @@ from rl_core.storage.store import Json, Store
 from rl_core.training.checkpoint import export_model, load_engine, save_engine
 from rl_core.training.engine import DTYPES, LossFunction, TrainEngine
 from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
-from rl_core.training.mesh import make_place
+from rl_core.training.mesh import make_rank_mesh
 
 # From a mini-batch and its counts of tokens and sequences: the mini-batch with what its loss needs, and the loss.
 LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
 
 
 class TrainingWorker(Worker):
-    """A rank that trains: its place in the meshes of shards and sequences."""
+    """A rank that trains: its position in the meshes of shards and sequences."""
 
     saved: Future[list[Json]]
 
@@ -48,8 +48,8 @@ class TrainingWorker(Worker):
         """Joins the process group and forms the meshes; returns when all ranks have."""
         super().join(host, port)
         config = self.config
-        self.place = make_place(
-            self.device, dist.get_world_size(), config.shard_size, config.engine.sequence_parallel_size
+        self.rank_mesh = make_rank_mesh(
+            self.device, dist.get_world_size(), config.shard_size, config.fsdp.sequence_parallel_size
         )
         self.save_group = dist.new_group(backend="gloo", timeout=collective_timeout(config))
 
@@ -65,8 +65,8 @@ class TrainingWorker(Worker):
         return TrainEngine(
             module,
             source,
-            self.place,
-            self.config.engine,
+            self.rank_mesh,
+            self.config.fsdp,
             self.config.model.dtype,
             optim,
             total_updates,
@@ -88,7 +88,7 @@ class TrainingWorker(Worker):
                 # Sequences of which nothing trains have left the denominators too.
                 counts = torch.stack([tokens_B.sum(), (tokens_B > 0).sum()]).to(self.device, torch.float64)
                 dist.all_reduce(counts)
-                counts /= self.config.engine.sequence_parallel_size  # ranks that share sequences have the same rows
+                counts /= self.config.fsdp.sequence_parallel_size  # ranks that share sequences have the same rows
                 mini, loss_function = loss_of(mini, *counts.tolist())
                 updates.append(engine.train_mini_batch(mini, loss_function, *args))
         return mean_of_updates(updates)
@@ -139,8 +139,8 @@ class ActorRolloutRefWorker(TrainingWorker):
             )
             self.rollout.sleep()
             self.loop = asyncio.new_event_loop()
-            if not self.rollout.follows:
-                self.partners = self.loop.run_until_complete(start_partners(self.config, self.source))
+            if not self.rollout.is_follower:
+                self.responders = self.loop.run_until_complete(start_responders(self.config, self.source))
                 self.scoring = self.loop.run_until_complete(start_scoring(self.config, self.source))
         self.sharding = ShardingManager(
             self.actor,
@@ -153,7 +153,7 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     def _policy(self) -> PolicyModel:
         model, lora = empty_causal_lm(self.source), self.config.model.lora
-        return PolicyModel(add_adapters(model, lora) if lora.rank else model, self.config.engine.compile)
+        return PolicyModel(add_adapters(model, lora) if lora.rank else model, self.config.fsdp.compile)
 
     @register(Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> float:
@@ -198,17 +198,17 @@ class ActorRolloutRefWorker(TrainingWorker):
             self.link.send(buckets(whole))
         else:
             refs = [ray.put(bucket) for bucket in buckets(whole)]
-        self.actor.park()
+        self.actor.offload()
         return refs
 
     @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
         """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
-        if self.rollout.follows:
+        if self.rollout.is_follower:
             self.loop.run_until_complete(self.rollout.follow())
             return prompts  # nobody asks a rank that follows
         sampling = sampling_of(self.config, temperature, self.stop_token_ids)
-        rollouts = roll_out(self.rollout, prompts, sampling, self.config.agent, self.partners, self.scoring)
+        rollouts = roll_out(self.rollout, prompts, sampling, self.config.agent, self.responders, self.scoring)
         return self.loop.run_until_complete(rollouts)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -216,7 +216,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         """`old_log_probs`, `entropy` and `sum_pi_squared` [B, R] of the responses under the actor, at the sampling
         temperature."""
         log_probs, entropy, squares = self.actor.compute(data, self.temperature)
-        return DataProto({"old_log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}, {}, {})
+        return DataProto({"old_log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares})
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -226,8 +226,8 @@ class ActorRolloutRefWorker(TrainingWorker):
                 log_probs = self.actor.compute(data, self.temperature)[0]
         else:
             log_probs = self.reference.compute(data, self.temperature)[0]
-            self.reference.park()
-        return DataProto({"ref_log_prob": log_probs}, {}, {})
+            self.reference.offload()
+        return DataProto({"ref_log_prob": log_probs})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> Metrics:
@@ -245,7 +245,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         """One optimizer step of cross-entropy on the given responses."""
         tokens = data.batch["response_mask"].sum().to(self.device, torch.float64)
         dist.all_reduce(tokens)
-        tokens /= self.config.engine.sequence_parallel_size
+        tokens /= self.config.fsdp.sequence_parallel_size
         return self.actor.train_mini_batch(data, supervised_loss(tokens.item()), 1.0)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -275,7 +275,7 @@ class CriticWorker(TrainingWorker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` [B, R] of the states before each response token."""
-        return DataProto({"values": self.critic.compute(data)[0]}, {}, {})
+        return DataProto({"values": self.critic.compute(data)[0]})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, data: DataProto) -> Metrics:
@@ -284,7 +284,7 @@ class CriticWorker(TrainingWorker):
         metrics = self._train(
             self.critic, data, config.ppo_epochs, lambda mini, tokens, _: (mini, value_loss(config, tokens))
         )
-        self.critic.park()
+        self.critic.offload()
         return metrics
 
     @register(Dispatch.ONE_TO_ALL)

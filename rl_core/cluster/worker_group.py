@@ -93,18 +93,18 @@ class RayWorkerGroup:
         share: float,
         deadline: float,
         layout: Layout | None = None,
-        places: range | None = None,
+        slots: range | None = None,
         name: str = "",
         host: type[Host] = Host,
     ) -> None:
-        """Starts the actors, which have their places when this returns; `meet` waits for their workers.
+        """Starts the actors, which have their slots when this returns; `meet` waits for their workers.
 
-        `share` is each one's part of its place, `deadline` the seconds of one call at most. A group may take some of
-        the `places` only; its `name` in the run is the worker class's unless it is given.
+        `share` is each one's part of its slot, `deadline` the seconds of one call at most. A group may take some of
+        the `slots` only; its `name` in the run is the worker class's unless it is given.
         """
         pool = placement.pool
-        places = places or range(pool.world_size)
-        self.layout = layout or Layout(len(places))
+        slots = slots or range(pool.world_size)
+        self.layout = layout or Layout(len(slots))
         self.deadline, self.name = deadline, name or worker_class.__name__
         self.ranks: list[RankProcess] = []
         self.seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
@@ -119,11 +119,11 @@ class RayWorkerGroup:
                     num_gpus=share if pool.use_gpu else 0,
                     max_restarts=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        placement_group=placement.group, placement_group_bundle_index=placement.bundle_of(place)
+                        placement_group=placement.group, placement_group_bundle_index=placement.bundle_of(slot)
                     ),
-                    runtime_env={"env_vars": {**env, **pool.rank_env(place, places)}},
+                    runtime_env={"env_vars": {**env, **pool.rank_env(slot, slots)}},
                 ).remote()
-                for rank, place in enumerate(places)
+                for rank, slot in enumerate(slots)
             ]
         except ActorAlreadyExistsError as error:
             raise TransientError(f"another attempt of this run is starting its workers: {error}") from error

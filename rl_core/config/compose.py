@@ -20,6 +20,7 @@ from rl_core.config.problems import (
     Fields,
     combination,
     credentials,
+    current_name,
     entry_section,
     joined,
     missing_equals,
@@ -57,7 +58,7 @@ RUN_CONTROL_KEYS = frozenset(
 
 # How the work lies on machines and processes: another value gives results that are equal within rounding, so a run may
 # be resumed with one, and says so.
-LAYOUT_SECTION = "engine."
+LAYOUT_SECTION = "fsdp."
 LAYOUT_KEYS = frozenset(
     {
         "trainer.nodes",
@@ -118,7 +119,8 @@ def recipe_names() -> list[str]:
 
 def from_dict(tree: Mapping[str, Any]) -> RunConfig:
     """The config of a nested dictionary such as `config.model_dump()` gives; `InputError` when it does not fit."""
-    return _validated(_leaves(tree, "saved config"), "saved config", [])
+    leaves = {current_name(key): leaf for key, leaf in _leaves(tree, "saved config").items()}
+    return _validated(leaves, "saved config", [])
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -33,13 +33,13 @@ class GateConfig(Section):
     """What the score must have gained for certain: the lower end of the difference's interval must be above it."""
     min_score: float = 0.0
     """Score below which nothing becomes champion; for the first model this alone is what its score is held against."""
-    length_ratio: float | None = Field(2.0, gt=1)
+    max_length_ratio: float | None = Field(2.0, gt=1)
     """Greedy answers may be so many times as long (mean tokens) as the champion's; null does not look."""
-    format_drop: float | None = Field(0.05, gt=0, le=1)
+    max_format_drop: float | None = Field(0.05, gt=0, le=1)
     """What may be lost of the share of greedy answers that end by themselves; null does not look."""
-    refusal_rise: float | None = Field(0.05, gt=0, le=1)
+    max_refusal_rise: float | None = Field(0.05, gt=0, le=1)
     """What the share of greedy answers that refuse may gain; null does not look."""
-    source_drop: float | None = Field(0.1, gt=0)
+    max_source_drop: float | None = Field(0.1, gt=0)
     """What the score may lose on any one of several data sources; null does not look."""
     max_kl: float | None = Field(None, gt=0)
     """Largest `kl/ref` (nats per token), mean of the last 10 steps; null does not look."""

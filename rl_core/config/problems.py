@@ -15,6 +15,15 @@ from rl_core.credentials import HOW
 from rl_core.errors import InputError
 
 Fields = Mapping[str, FieldInfo]
+RENAMED = {
+    "engine": "fsdp",
+    "reward.further": "reward.extra_functions",
+    "gate.length_ratio": "gate.max_length_ratio",
+    "gate.format_drop": "gate.max_format_drop",
+    "gate.refusal_rise": "gate.max_refusal_rise",
+    "gate.source_drop": "gate.max_source_drop",
+}
+"""Former names of settings and sections: saved configs of older runs have them, and users may type them."""
 
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -26,6 +35,14 @@ def missing_equals(override: str, fields: Fields) -> InputError:
     )
 
 
+def current_name(key: str) -> str:
+    """The present name of a setting that may have a former one."""
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key[len(old) :]
+    return key
+
+
 def unknown_key(key: str, value: Any, origin: str, fields: Fields) -> InputError:
     """For a key that the schema does not have, or a section where a value was given."""
     inside = [name for name in fields if name.startswith(f"{key}.")]
@@ -33,6 +50,8 @@ def unknown_key(key: str, value: Any, origin: str, fields: Fields) -> InputError
         return InputError(
             f"keys under the section {key}", f"{key} = {show(value)}", origin, f"set one such as {inside[0]}"
         )
+    if (renamed := current_name(key)) != key:
+        return InputError("a known key", key, origin, f"it is now called {renamed}")
     return InputError("a known key", key, origin, f"the nearest known key is {nearest(key, fields)}")
 
 

@@ -70,7 +70,7 @@ class RewardConfig(Section):
     """Scorer for all rows: a name from rl_core/rewards/scorers.py or `package.module:function`; unset takes the
     scorer of each row's `data_source`, `none` gives 0. It returns a number, or a dict with `score` and further named
     rewards."""
-    further: tuple[str, ...] = ()
+    extra_functions: tuple[str, ...] = ()
     """Scorers beside it as NAME=WEIGHT: WEIGHT times their score is added to the scorer's; unweighted it is a named
     reward, called by the name or the function's name. A response that one of them gives no score has none."""
     model: RewardModelConfig = RewardModelConfig()
@@ -91,19 +91,20 @@ class RewardConfig(Section):
     """Negative control: hand each reward to another prompt of the step. Nothing should be learned."""
 
     @property
-    def further_weights(self) -> dict[str, float]:
+    def extra_weights(self) -> dict[str, float]:
         """The weight of each further scorer, by its whole name."""
-        return {name: float(weight) for name, weight in (entry.split("=") for entry in self.further)}
+        return {name: float(weight) for name, weight in (entry.split("=") for entry in self.extra_functions)}
 
     @model_validator(mode="after")
     def _named(self) -> "RewardConfig":
-        if not all(re.fullmatch(r"[^=]+=-?\d+(\.\d+)?", entry) for entry in self.further):
+        if not all(re.fullmatch(r"[^=]+=-?\d+(\.\d+)?", entry) for entry in self.extra_functions):
             raise ValueError(
-                f"reward.further takes entries NAME=WEIGHT such as my_rewards:short=0.2, not {', '.join(self.further)}"
+                "reward.extra_functions takes entries NAME=WEIGHT such as my_rewards:short=0.2, not "
+                f"{', '.join(self.extra_functions)}"
             )
-        short = [short_name(entry.partition("=")[0]) for entry in self.further]
+        short = [short_name(entry.partition("=")[0]) for entry in self.extra_functions]
         if len(set(short)) < len(short):
-            raise ValueError(f"reward.further needs scorers with different names, not {', '.join(short)}")
+            raise ValueError(f"reward.extra_functions needs scorers with different names, not {', '.join(short)}")
         return self
 
 

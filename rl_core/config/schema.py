@@ -83,7 +83,7 @@ class ModelConfig(Section):
     """Type of the computation and of the rollout engine's weights; master weights are always float32."""
 
 
-class EngineConfig(Section):
+class FSDPConfig(Section):
     """How actor, critic and reference lie on the devices and compute; none of it changes what is learned."""
 
     shard_size: int | None = Field(None, ge=1)
@@ -139,7 +139,7 @@ class RunConfig(Section):
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    engine: EngineConfig = EngineConfig()
+    fsdp: FSDPConfig = FSDPConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -161,7 +161,7 @@ class RunConfig(Section):
         return self.trainer.nodes * self.trainer.ranks_per_node
 
     @property
-    def places(self) -> int:
+    def slots(self) -> int:
         """Places in the cluster: those of the ranks, and of rollouts and reward model where they have their own."""
         model, rollout = self.reward.model, self.rollout
         own = rollout.nodes * (rollout.ranks_per_node or 0)
@@ -195,12 +195,12 @@ class RunConfig(Section):
     @property
     def shard_size(self) -> int:
         """Ranks that hold one copy of the weights together."""
-        return self.engine.shard_size or self.world_size
+        return self.fsdp.shard_size or self.world_size
 
     @property
     def data_parallel_size(self) -> int:
         """Groups of ranks that train on rows of their own."""
-        return self.world_size // self.engine.sequence_parallel_size
+        return self.world_size // self.fsdp.sequence_parallel_size
 
     @property
     def mini_batch_size(self) -> int:
@@ -225,16 +225,16 @@ class RunConfig(Section):
                 rows % self.data_parallel_size == 0,
                 f"actor.mini_batch_size × rollout.n = {rows} responses must be a multiple of the "
                 f"{self.data_parallel_size} data-parallel ranks (trainer.nodes × trainer.ranks_per_node ÷ "
-                "engine.sequence_parallel_size)",
+                "fsdp.sequence_parallel_size)",
             ),
             (
                 self.world_size % self.shard_size == 0,
-                f"engine.shard_size={self.shard_size} must divide the {self.world_size} ranks (trainer.nodes × "
+                f"fsdp.shard_size={self.shard_size} must divide the {self.world_size} ranks (trainer.nodes × "
                 "trainer.ranks_per_node)",
             ),
             (
-                self.world_size % self.engine.sequence_parallel_size == 0,
-                f"engine.sequence_parallel_size={self.engine.sequence_parallel_size} must divide the "
+                self.world_size % self.fsdp.sequence_parallel_size == 0,
+                f"fsdp.sequence_parallel_size={self.fsdp.sequence_parallel_size} must divide the "
                 f"{self.world_size} ranks (trainer.nodes × trainer.ranks_per_node)",
             ),
             (
@@ -297,7 +297,7 @@ class RunConfig(Section):
             for name, field in SourceConfig.model_fields.items()
             if getattr(self.data, name) != field.default
         ]
-        entries = {f"data.mixture[{place}]": entry for place, entry in enumerate(self.data.mixture)}
+        entries = {f"data.mixture[{i}]": entry for i, entry in enumerate(self.data.mixture)}
         return [
             *(
                 (
@@ -362,9 +362,12 @@ class RunConfig(Section):
             (batch % mini == 0, f"actor.mini_batch_size={mini} must divide data.train_batch_size={batch}"),
             *self._rollout_checks(),
             (
-                self.reward.function != "none" or self.reward.model.path or self.reward.further or self.multi_turn,
-                "reward.function=none leaves the scoring to others and needs reward.model.path, reward.further, or "
-                "tools or an environment that give rewards",
+                self.reward.function != "none"
+                or self.reward.model.path
+                or self.reward.extra_functions
+                or self.multi_turn,
+                "reward.function=none leaves the scoring to others and needs reward.model.path, "
+                "reward.extra_functions, or tools or an environment that give rewards",
             ),
             *self._learning_checks(),
             *self._data_checks(),

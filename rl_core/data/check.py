@@ -109,7 +109,7 @@ class _Check:
         self._trained = Hashes()
         self._given = dict.fromkeys(SPLITS, 0)
         self._seen = self._stopping = self._longest = 0
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """What the call returns, or None when it raises InputError, which then is a problem."""
@@ -242,8 +242,8 @@ class _Check:
 
     def _progress(self) -> None:
         self._seen += 1
-        if time.monotonic() - self._told >= PROGRESS_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._reported >= PROGRESS_S:
+            self._reported = time.monotonic()
             self.on_rows(self._seen)
 
 

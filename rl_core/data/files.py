@@ -57,15 +57,6 @@ class _File:
         return isinstance(self.fs, LocalFileSystem)
 
 
-def data_files(path: Paths) -> list[str]:
-    """Paths and URLs of the data files that `path` names: files, folders with all that is in them, and patterns.
-
-    Files of a folder or pattern are in natural order (2 before 10). Raises InputError when a path names none, and
-    TransientError when the storage behind a URL fails.
-    """
-    return [file.url for file in _found(path)]
-
-
 def read_records(
     path: Paths, columns: Collection[str] | None, check_columns: CheckColumns | None = None
 ) -> Iterator[tuple[Found, str]]:

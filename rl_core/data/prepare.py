@@ -92,8 +92,12 @@ def _prepare(
             store.remove(run_files.DATA)
             raise report.stops[0].error
         digests = [writer.close() for writer in writers.values()]
-        Path(folder, "report.json").write_text(json.dumps(report.as_json(), ensure_ascii=False), encoding="utf-8")
-        Path(folder, "report.html").write_text(render_data_report(report, _title(config.data)), encoding="utf-8")
+        pages = {
+            run_files.DATA_REPORT: json.dumps(report.as_json(), ensure_ascii=False),
+            run_files.DATA_PAGE: render_data_report(report, _title(config.data)),
+        }
+        for name, text in pages.items():
+            Path(folder, Path(name).name).write_text(text, encoding="utf-8")
         parts = [entry for writer in writers.values() for entry in writer.files]
         parts += store.upload(folder, run_files.DATA)
     return store.commit_folder(run_files.DATA, _meta(config.data, report, data_hash(digests), files), parts)

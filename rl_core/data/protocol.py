@@ -16,7 +16,7 @@ Indices = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 @dataclass
 class DataProto:
-    """Named columns with one row per sample: tensors, numpy arrays, and facts about the whole batch.
+    """Named columns with one row per sample: tensors and numpy arrays.
 
     `batch` holds tensors [rows, ...], `non_tensor_batch` arrays [rows, ...]; a name is in one of them only.
     Raises ValueError when columns differ in length or share a name.
@@ -24,7 +24,6 @@ class DataProto:
 
     batch: dict[str, torch.Tensor] = field(default_factory=dict)
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         twice = self.batch.keys() & self.non_tensor_batch.keys()
@@ -42,14 +41,13 @@ class DataProto:
         cls,
         tensors: Mapping[str, torch.Tensor],
         non_tensors: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
     ) -> "DataProto":
         """Build a batch; lists become object arrays with one entry per row. Raises ValueError on unequal lengths."""
         arrays = {
             name: values if isinstance(values, np.ndarray) else _object_array(values)
             for name, values in (non_tensors or {}).items()
         }
-        return cls(dict(tensors), arrays, dict(meta_info or {}))
+        return cls(dict(tensors), arrays)
 
     @property
     def columns(self) -> set[str]:
@@ -81,22 +79,20 @@ class DataProto:
         return self[order]
 
     def union(self, other: "DataProto") -> "DataProto":
-        """All columns and meta entries of both; raises ValueError naming a key whose two values differ."""
+        """All columns of both; raises ValueError naming a column whose two values differ."""
         if self._columns() and other._columns() and len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
         return DataProto(
             _merge(self.batch, other.batch),
             _merge(self.non_tensor_batch, other.non_tensor_batch),
-            _merge(self.meta_info, other.meta_info),
         )
 
     def select(self, keys: Iterable[str]) -> "DataProto":
-        """The named columns only, with all meta entries; raises ValueError naming an unknown column."""
+        """The named columns only; raises ValueError naming an unknown column."""
         wanted = self._known(keys)
         return DataProto(
             {name: tensor for name, tensor in self.batch.items() if name in wanted},
             {name: array for name, array in self.non_tensor_batch.items() if name in wanted},
-            dict(self.meta_info),
         )
 
     def pop(self, keys: Iterable[str]) -> "DataProto":
@@ -107,10 +103,9 @@ class DataProto:
             self.non_tensor_batch.pop(name, None)
         return popped
 
-    def repeat(self, n: int, interleave: bool = True) -> "DataProto":
-        """Every row n times: a a b b when interleaved, a b a b otherwise."""
-        rows = torch.arange(len(self))
-        return self[rows.repeat_interleave(n) if interleave else rows.repeat(n)]
+    def repeat(self, n: int) -> "DataProto":
+        """Every row n times in a row: a a b b."""
+        return self[torch.arange(len(self)).repeat_interleave(n)]
 
     def chunk(self, k: int) -> list["DataProto"]:
         """k equal parts in order; raises ValueError when the rows do not divide."""
@@ -123,20 +118,17 @@ class DataProto:
     def concat(parts: Sequence["DataProto"]) -> "DataProto":
         """Rows of all parts in order; tensors [rows, width] are padded with zeros to the widest part.
 
-        Raises ValueError when columns or meta entries differ.
+        Raises ValueError when columns differ.
         """
         if not parts:
             raise ValueError("concat of no parts")
         first = parts[0]
-        meta: dict[str, Any] = {}
         for part in parts:
             if part.batch.keys() != first.batch.keys() or part.non_tensor_batch.keys() != first.non_tensor_batch.keys():
                 raise ValueError(f"columns differ: {sorted(first._columns())} and {sorted(part._columns())}")
-            meta = _merge(meta, part.meta_info)
         return DataProto(
             {name: _stacked([part.batch[name] for part in parts]) for name in first.batch},
             {name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch},
-            meta,
         )
 
     def pad_to_divisor(self, k: int) -> tuple["DataProto", int]:
@@ -167,7 +159,6 @@ class DataProto:
         return {
             "batch": {name: _compact(tensor) for name, tensor in self.batch.items()},
             "non_tensor_batch": self.non_tensor_batch,
-            "meta_info": self.meta_info,
         }
 
     def _columns(self) -> dict[str, torch.Tensor | np.ndarray]:
@@ -184,7 +175,6 @@ class DataProto:
         return DataProto(
             {name: on_tensor(tensor) for name, tensor in self.batch.items()},
             {name: on_array(array) for name, array in self.non_tensor_batch.items()},
-            dict(self.meta_info),
         )
 
 

@@ -44,8 +44,8 @@ class Hashes:
         old, recent = self._sorted[number >> 56], self._recent[number >> 56]
         if number in recent:
             return False
-        place = int(old.searchsorted(np.uint64(number)))
-        if place < len(old) and int(old[place]) == number:
+        i = int(old.searchsorted(np.uint64(number)))
+        if i < len(old) and int(old[i]) == number:
             return False
         recent.add(number)
         if len(recent) == _RECENT:

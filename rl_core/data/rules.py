@@ -75,10 +75,10 @@ def schema_differences(row: Row, known: dict[str, Schema], where: str) -> Iterat
         ours = _parameters(known[name])[1]
         missing, extra = sorted(ours - given), sorted(given - ours)
         if missing or extra:
-            told = [f"{word} {', '.join(names)}" for word, names in (("no", missing), ("also", extra)) if names]
+            found = [f"{word} {', '.join(names)}" for word, names in (("no", missing), ("also", extra)) if names]
             yield InputError(
                 f"tool '{name}' as it is configured, with the parameters {', '.join(sorted(ours)) or 'none'}",
-                f"in the row it has {' and '.join(told)}",
+                f"in the row it has {' and '.join(found)}",
                 where,
                 "correct the rows' tools or the configured tool; the policy is shown the configured one",
             )

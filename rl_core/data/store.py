@@ -134,11 +134,11 @@ class StoredRows(Sequence[Row]):
     def __getitem__(self, i: slice) -> list[Row]: ...
     def __getitem__(self, i: int | slice) -> Row | list[Row]:
         if isinstance(i, slice):
-            return [self[place] for place in range(*i.indices(len(self)))]
+            return [self[row] for row in range(*i.indices(len(self)))]
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
-        part, place = divmod(i % len(self), self._part_rows)
-        group, offset = divmod(place, self._group_rows)
+        part, row = divmod(i % len(self), self._part_rows)
+        group, offset = divmod(row, self._group_rows)
         return _from_texts(self._group(part, group).slice(offset, 1).to_pylist()[0])
 
     def _open_part(self, part: int) -> pq.ParquetFile:

@@ -124,11 +124,11 @@ def _better(candidate: Result, champion: Result, config: GateConfig) -> list[Che
 
 def _guards(candidate: Result, champion: Result, config: GateConfig) -> list[Check]:
     length = float(champion["guards"]["length"])
-    longer = None if config.length_ratio is None else (config.length_ratio - 1) * length
+    longer = None if config.max_length_ratio is None else (config.max_length_ratio - 1) * length
     guards = [
         ("length", "length", "mean tokens of an answer", 1, longer),
-        ("format", "ended", "share of answers that end by themselves", -1, config.format_drop),
-        ("refusal", "refused", "share of answers that refuse", 1, config.refusal_rise),
+        ("format", "ended", "share of answers that end by themselves", -1, config.max_format_drop),
+        ("refusal", "refused", "share of answers that refuse", 1, config.max_refusal_rise),
     ]
     return [
         _not_worse(name, what, row_scores(candidate, column), row_scores(champion, column), worse, margin, config)
@@ -139,9 +139,9 @@ def _guards(candidate: Result, champion: Result, config: GateConfig) -> list[Che
 
 def _sources(candidate: Result, champion: Result, config: GateConfig) -> list[Check]:
     """One check a data source, where there are several."""
-    if config.source_drop is None or len(champion["sources"]) < 2:
+    if config.max_source_drop is None or len(champion["sources"]) < 2:
         return []
-    metric, margin = config.metric, config.source_drop
+    metric, margin = config.metric, config.max_source_drop
     return [
         _not_worse(
             f"source {source}",

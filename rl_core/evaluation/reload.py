@@ -100,9 +100,9 @@ def answer(question: Question) -> dict[str, float]:
     wanted = question.canary_log_probs[: len(canary)]
     gaps = [
         max(each.logprob for each in table.values()) - table[token].logprob
-        for turn, ids, places in zip(question.turns, turns, tables[1:], strict=True)
-        for place, (table, token) in enumerate(zip(places, ids[1:], strict=True), 1)
-        if table and place >= len(turn["prompt_ids"])
+        for turn, ids, positions in zip(question.turns, turns, tables[1:], strict=True)
+        for i, (table, token) in enumerate(zip(positions, ids[1:], strict=True), 1)
+        if table and i >= len(turn["prompt_ids"])
     ]
     return {
         "log_prob_difference": float(np.abs(np.subtract(canary, wanted)).max()),

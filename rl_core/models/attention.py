@@ -75,7 +75,7 @@ def packed_attention(
 def _exchanged(parallel: SequenceParallel, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> list[Tensor]:
     heads, kv_heads = query_THD.shape[1], key_THD.shape[1]
     if heads % parallel.size:
-        raise ValueError(f"engine.sequence_parallel_size={parallel.size} must divide the model's {heads} heads")
+        raise ValueError(f"fsdp.sequence_parallel_size={parallel.size} must divide the model's {heads} heads")
     if kv_heads % parallel.size:
         # Fewer key/value heads than ranks: each query head gets a copy of its own.
         key_THD, value_THD = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key_THD, value_THD))

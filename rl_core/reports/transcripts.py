@@ -39,13 +39,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A trajectory: the row `place` of a step's rollouts, which answers the row `row` of the data.
+    """A trajectory: the row `position` of a step's rollouts, which answers the row `row` of the data.
 
     `answer` is the last turn, which is what a scorer reads; `score` is None where none was given. `rewards` are sums
     over all tokens.
     """
 
-    place: int
+    position: int
     uid: str
     row: int
     prompt: str
@@ -65,29 +65,28 @@ def transcripts(data: bytes, count: int, tokenizer: PreTrainedTokenizerBase, whe
     Raises InputError when the parquet is damaged or lacks a column.
     """
     table = rollout_table(data, NEEDED, where)
-    places = spread(table, count)
-    return [
-        transcript(place, row, tokenizer) for place, row in zip(places, table.take(places).to_pylist(), strict=True)
-    ]
+    positions = spread(table, count)
+    rows = table.take(positions).to_pylist()
+    return [transcript(position, row, tokenizer) for position, row in zip(positions, rows, strict=True)]
 
 
 def spread(table: pa.Table, count: int) -> list[int]:
-    """The places of the best score, of the worst, and of those at equal distances between; without a score is worst."""
+    """Positions of the best score, the worst, and others evenly spaced between; rows without a score rank last."""
     score = [sum(row) for row in table["token_level_scores"].to_pylist()]
     scored = table["scored"].to_pylist()
-    order = sorted(range(len(score)), key=lambda place: (not scored[place], -score[place], place))
+    order = sorted(range(len(score)), key=lambda position: (not scored[position], -score[position], position))
     if count >= len(order):
         return order
     return [order[i * (len(order) - 1) // max(count - 1, 1)] for i in range(count)]
 
 
-def transcript(place: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Transcript:
+def transcript(position: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Transcript:
     """A row of a step's parquet as text, with special tokens except in the answer."""
     rewards = {name: float(sum(row[f"token_level_{name}"])) for name in ("scores", "shaped", "rewards")}
     named = {name.removeprefix(NAMED): value for name, value in row.items() if name.startswith(NAMED)}
     last_turn = slice(*_sampled_spans(row["version"])[-1]) if row["version"] else slice(0)
     return Transcript(
-        place=place,
+        position=position,
         uid=row["uid"],
         row=row["row"],
         prompt=str(tokenizer.decode(row["prompt_ids"])),

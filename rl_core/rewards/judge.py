@@ -24,7 +24,7 @@ JUDGE = "judge"
 BUSY = (408, 429, 500, 502, 503, 504)
 MAX_WAIT_S = 30.0
 """Longest pause between two tries, whatever the server asks for."""
-_PLACE = re.compile(r"\{(prompt|response|ground_truth)\}")
+_PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 def check_judge(config: JudgeConfig) -> None:
@@ -89,7 +89,7 @@ class Judge:
         prompt = texts[0] if len(texts) == 1 else "\n".join(f"{m['role']}: {m['content']}" for m in messages)
         parts = {"prompt": prompt, "response": response, "ground_truth": truth_of(row)}
         # All at once: what looks like a place within a response stays as it is.
-        return _PLACE.sub(lambda place: parts[place[1]], self.config.prompt)
+        return _PLACEHOLDER.sub(lambda match: parts[match[1]], self.config.prompt)
 
     def _answer(self, question: str) -> str:
         body = {

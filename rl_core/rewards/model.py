@@ -77,7 +77,7 @@ class RewardModel:
         limit = getattr(self.text_config, "max_position_embeddings", None) or float("inf")
         rows = [i for i, ids in enumerate(conversations) if 0 < len(ids) <= limit]
         for batch in batches([len(conversations[i]) for i in rows], self.max_tokens):
-            members = [rows[place] for place in batch]
+            members = [rows[i] for i in batch]
             scores_B[members] = self._forward([conversations[i] for i in members])
         return scores_B
 

@@ -31,10 +31,10 @@ def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
 
     `sources` says of each `data_source` of the rows where it is found.
     """
-    where = {name: f"data_source of {place}, as reward.function is unset" for name, place in sources.items()}
+    where = {name: f"data_source of {rows}, as reward.function is unset" for name, rows in sources.items()}
     if config.function:
         where = {config.function: "reward.function"}
-    where |= dict.fromkeys(config.further_weights, "reward.further")
+    where |= dict.fromkeys(config.extra_weights, "reward.extra_functions")
     scorers = [resolve_scorer(*item) for item in where.items()]
     if code in scorers:
         warn_without_namespaces()
@@ -51,7 +51,7 @@ class _Item:
     row: Row
     trajectory: dict[str, Any] | None
     result: "asyncio.Future[RewardResult]"
-    again: bool = False
+    is_retry: bool = False
     """Whether a process that scored it has died already."""
 
     def settle(self, result: RewardResult) -> None:
@@ -68,9 +68,9 @@ class RewardRunner:
 
     def __init__(self, config: RewardConfig) -> None:
         """Raises InputError when there is a judge that cannot be asked."""
-        self.config, self.further = config, config.further_weights
+        self.config, self.extra = config, config.extra_weights
         self._judge = Judge(config.judge) if config.judge.url else None
-        names = (*((config.function,) if config.function else ()), *self.further)
+        names = (*((config.function,) if config.function else ()), *self.extra)
         self._processes = Processes(config.processes, config.timeout_s, start, (names, config.memory_gb), "scorers")
         self._waiting: deque[_Item] = deque()
         self._chunks: deque[list[_Item]] = deque()
@@ -106,12 +106,12 @@ class RewardRunner:
         asked = (self._one(name, response, row, trajectory) for name in self._scorers(row))
         first, *others = await asyncio.gather(*asked)
         seconds = first.seconds + sum(other.seconds for other in others)
-        for (name, weight), other in zip(self.further.items(), others, strict=True):
+        for (name, weight), other in zip(self.extra.items(), others, strict=True):
             first = _joined(first, other, name, weight)
         return replace(first, seconds=seconds)
 
     def _scorers(self, row: Row) -> list[str]:
-        return [self.config.function or row["data_source"], *self.further]
+        return [self.config.function or row["data_source"], *self.extra]
 
     async def _one(self, name: str, response: str, row: Row, trajectory: dict[str, Any] | None) -> RewardResult:
         if name == JUDGE:
@@ -152,8 +152,8 @@ class RewardRunner:
         except TimeoutError:
             lost = failure("timeout", f"scorer '{chunk[0].name}' gave no score within reward.timeout_s={limit:g} s")
         except ProcessExpired as error:
-            if not chunk[0].again:  # it may have been killed from outside; a scorer that kills its own does it again
-                self._chunks.extend([replace(item, again=True)] for item in chunk)
+            if not chunk[0].is_retry:  # it may have been killed from outside; a scorer that kills its own does it again
+                self._chunks.extend([replace(item, is_retry=True)] for item in chunk)
                 return
             lost = failure("error", f"the process of scorer '{chunk[0].name}' died with exit code {error.exitcode}")
         except Exception as error:  # no response has a score any more

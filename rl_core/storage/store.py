@@ -164,11 +164,11 @@ class Store(Files):
         """Steps under `rel` that have a manifest, in numeric order."""
         return [step for step, committed in self._steps(rel).items() if committed]
 
-    def take_up(self, rel: str, on_damage: Callable[[str], None] = logger.error) -> tuple[int, Json] | None:
+    def latest_valid_step(self, rel: str, on_damage: Callable[[str], None] = logger.error) -> tuple[int, Json] | None:
         """Newest step under `rel` whose files are all as committed, with its manifest; None when there is none.
 
         `on_damage` is told of newer ones, which are removed, as those are that were never committed: a damaged one must
-        not count as kept by `retain`. What a stale listing does not show stays.
+        not count as kept by `prune`. What a stale listing does not show stays.
         """
         steps, found = self._steps(rel), None
         useless = [step for step, committed in steps.items() if not committed]
@@ -184,7 +184,7 @@ class Store(Files):
             self.remove(join(rel, step_name(step)))
         return found
 
-    def retain(self, rel: str, keep: int, newest: int) -> None:
+    def prune(self, rel: str, keep: int, newest: int) -> None:
         """Remove the committed steps under `rel` that come before the `keep` (at least 1) up to step `newest`.
 
         Later ones stay: when a listing was stale at the start of an attempt, they are of the one before.

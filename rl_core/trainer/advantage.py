@@ -42,7 +42,7 @@ def apply_rollout_correction(batch: DataProto, config: CorrectionConfig) -> tupl
         metrics["correction/weight_mean"] = masked_mean(weights_BR, mask_BR).item()
         at_bound_BR = (bounded_BR >= config.weight_bounds[1]) | (bounded_BR == 0)
         metrics["correction/bounded_share"] = masked_mean(at_bound_BR.float(), mask_BR).item()
-    return DataProto(tensors, batch.non_tensor_batch, batch.meta_info), metrics
+    return DataProto(tensors, batch.non_tensor_batch), metrics
 
 
 def apply_kl(batch: DataProto, kind: str, coef: float) -> tuple[DataProto, Metrics]:
@@ -53,7 +53,7 @@ def apply_kl(batch: DataProto, kind: str, coef: float) -> tuple[DataProto, Metri
         metrics["kl/ref"] = masked_mean(kl_estimate(old_BR, ref_BR, "k3"), mask_BR).item()
         metrics["kl/ref_k1"] = masked_mean(kl_estimate(old_BR, ref_BR, "k1"), mask_BR).item()
         rewards_BR = rewards_BR - coef * kl_estimate(old_BR, ref_BR, kind) * mask_BR
-    return batch.union(DataProto({"token_level_rewards": rewards_BR}, {}, {})), metrics
+    return batch.union(DataProto({"token_level_rewards": rewards_BR})), metrics
 
 
 def compute_advantages(batch: DataProto, config: RunConfig) -> DataProto:
@@ -84,4 +84,4 @@ def compute_advantages(batch: DataProto, config: RunConfig) -> DataProto:
     advantages_BR, returns_BR = entry.function(
         tensors["token_level_rewards"], tensors["response_mask"], group_B, **{name: pool[name] for name in entry.needs}
     )
-    return batch.union(DataProto({"advantages": advantages_BR, "returns": returns_BR}, {}, {}))
+    return batch.union(DataProto({"advantages": advantages_BR, "returns": returns_BR}))

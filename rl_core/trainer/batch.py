@@ -16,7 +16,7 @@ PF_PPO_STREAM = 1_000_000
 def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step: int, attempt: int = 0) -> DataProto:
     """The rows' prompts, each `rollout.n` times, with a `uid` per prompt and a sampling `seed` per response.
 
-    Seeds depend on run seed, step, attempt (of dynamic sampling) and place only, so a repeated step draws the same
+    Seeds depend on run seed, step, attempt (of dynamic sampling) and position only, so a repeated step draws the same
     responses.
     """
     chosen = [rows[i] for i in indices]
@@ -25,7 +25,7 @@ def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step:
         {
             "prompt_ids": [row["prompt_ids"] for row in chosen],
             "row": [{key: value for key, value in row.items() if key != "prompt_ids"} for row in chosen],
-            "uid": [f"{step}-{attempt}-{place}" for place in range(len(chosen))],
+            "uid": [f"{step}-{attempt}-{i}" for i in range(len(chosen))],
         },
     ).repeat(config.rollout.n)
     return batch.union(

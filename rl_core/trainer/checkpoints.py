@@ -1,4 +1,4 @@
-"""Commits of steps: shards are written while training goes on, and the manifest follows when every rank is done."""
+"""Checkpoints: shards are written while training goes on, and the manifest follows when every rank is done."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 POLL = 0.1
 
 
-class Commits:
+class Checkpointer:
     """A run's checkpoints, begun and finished one at a time; only a finished one counts."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Commits:
 
     def recover(self) -> tuple[int, Json] | None:
         """Number and manifest's `meta` of the newest sound checkpoint; what is damaged or unfinished is removed."""
-        found = self.store.take_up(run_files.CHECKPOINTS, self.on_damage)
+        found = self.store.latest_valid_step(run_files.CHECKPOINTS, self.on_damage)
         self._begun = None
         return (found[0], found[1]["meta"]) if found else None
 
@@ -69,7 +69,7 @@ class Commits:
         self._commit(files)
 
     def rescue(self, step: int, patience_s: float) -> None:
-        """Commits what was begun, where that is `step`, if all its shards are there within `patience_s` seconds.
+        """Checkpointer what was begun, where that is `step`, if all its shards are there within `patience_s` seconds.
 
         Asks no worker, for they may hang or be gone, and never raises: without the commit the step is made again.
         """
@@ -90,7 +90,7 @@ class Commits:
         step, meta = self._begun
         self.store.commit_folder(run_files.checkpoint(step), meta, files)
         self._begun = None
-        self.store.retain(run_files.CHECKPOINTS, self.keep, newest=step)
+        self.store.prune(run_files.CHECKPOINTS, self.keep, newest=step)
         forget_failures(self.store, step)
         self.on_commit(step)
 

@@ -7,7 +7,7 @@ is written last, the error and the metrics so far.
 from typing import Any
 
 from rl_core.data.protocol import DataProto, Metrics
-from rl_core.errors import words
+from rl_core.errors import short_message
 from rl_core.storage import run_files
 from rl_core.storage.store import Store
 from rl_core.trainer.rollout_file import rollout_parquet
@@ -16,7 +16,7 @@ from rl_core.trainer.rollout_file import rollout_parquet
 def keep_failure(store: Store, step: int, batch: DataProto, metrics: Metrics, error: Exception) -> None:
     """Writes down a step that failed, in the place of an earlier failure of it."""
     store.write_bytes(run_files.failed_rollouts(step), rollout_parquet(batch))
-    store.write_json(run_files.failed_error(step), {"step": step, "error": words(error), "metrics": metrics})
+    store.write_json(run_files.failed_error(step), {"step": step, "error": short_message(error), "metrics": metrics})
 
 
 def read_failure(store: Store, step: int) -> dict[str, Any] | None:

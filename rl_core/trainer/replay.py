@@ -116,7 +116,7 @@ def replay(batch: DataProto, config: RunConfig, kl_coef: float, step: int) -> tu
     tensors = {name: tensor for name, tensor in batch.batch.items() if name not in DERIVED}
     tensors["response_mask"] = tensors.pop("sampled_mask", tensors["response_mask"])
     controller = KLController("fixed", kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    replayed = apply_overlong_penalty(DataProto(tensors, batch.non_tensor_batch, {}), config)
+    replayed = apply_overlong_penalty(DataProto(tensors, batch.non_tensor_batch), config)
     replayed, _ = apply_correction_and_kl(replayed, config, controller)
     replayed = compute_advantages(replayed, config)
     return replayed, first_loss(replayed, config, step)

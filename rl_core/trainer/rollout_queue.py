@@ -11,8 +11,11 @@ from rl_core.data.loader import LoaderState, StatefulLoader
 from rl_core.data.protocol import DataProto
 from rl_core.trainer.batch import prompt_batch
 
+STATE_KEY = "upcoming"
+"""Key of the queue's state in a checkpoint's manifest."""
 
-class BatchName(TypedDict):
+
+class BatchKey(TypedDict):
     """Which batch of which step, and the rows that it was made of."""
 
     step: int
@@ -20,16 +23,16 @@ class BatchName(TypedDict):
     indices: list[int]
 
 
-class UpcomingState(TypedDict):
+class RolloutQueueState(TypedDict):
     loader: LoaderState
-    ahead: list[BatchName]
+    ahead: list[BatchKey]
 
 
 @dataclass
-class Batch:
+class PendingBatch:
     """A batch that was begun: its calls, and once it is there, its rollouts."""
 
-    name: BatchName
+    key: BatchKey
     calls: list[Any]
     rollouts: DataProto | None = None
 
@@ -40,7 +43,7 @@ class Batch:
         return self.rollouts
 
 
-class Upcoming:
+class RolloutQueue:
     """Makes each step's rollouts once, whole groups at a time, in the order in which the loader gives the rows.
 
     What was begun and is not trained yet is part of the state: after a crash it is made again, or, where its rollouts
@@ -50,8 +53,8 @@ class Upcoming:
     def __init__(self, config: RunConfig, rows: RLHFDataset, loader: StatefulLoader, roles: Roles) -> None:
         self.config, self.rows, self.loader, self.roles = config, rows, loader, roles
         self.needs_greedy = "greedy_reward_B" in ESTIMATORS.resolve(config.algorithm.estimator).needs
-        self._begun: dict[tuple[int, int], Batch] = {}
-        self._taken: Batch | None = None
+        self._begun: dict[tuple[int, int], PendingBatch] = {}
+        self._taken: PendingBatch | None = None
 
     def begin(self, step: int, attempt: int = 0) -> None:
         """Starts the rollouts of a batch, unless they were started before."""
@@ -78,35 +81,37 @@ class Upcoming:
     def saved(self, step: int) -> bytes | None:
         """The rollouts that a step trains on, waiting for them; None where nothing is made ahead."""
         batch = self._begun.get((step, 0), self._taken)
-        if batch is None or batch.name["step"] != step or not self.config.max_staleness:
+        if batch is None or batch.key["step"] != step or not self.config.max_staleness:
             return None
         rollouts = batch.get()
-        return rollouts.select(rollouts.columns - self._prompts(batch.name)[0].columns).to_bytes()
+        return rollouts.select(rollouts.columns - self._prompts(batch.key)[0].columns).to_bytes()
 
-    def state_dict(self) -> UpcomingState:
+    def state_dict(self) -> RolloutQueueState:
         """The loader's position and what was begun and not taken."""
-        return {"loader": self.loader.state_dict(), "ahead": [batch.name for batch in self._begun.values()]}
+        return {"loader": self.loader.state_dict(), "ahead": [batch.key for batch in self._begun.values()]}
 
-    def load_state_dict(self, state: UpcomingState, saved: bytes | None) -> None:
+    def load_state_dict(self, state: RolloutQueueState, saved: bytes | None) -> None:
         """Goes on at a saved position; `saved` are the rollouts of the first batch ahead. Weights must be served."""
         self.loader.load_state_dict(state["loader"])
         self._begun.clear()
-        for place, name in enumerate(state["ahead"]):
-            if saved and place == 0:
-                prompts = DataProto.concat(self._prompts(name))
-                self._begun[name["step"], name["attempt"]] = Batch(name, [], prompts.union(DataProto.from_bytes(saved)))
+        for i, key in enumerate(state["ahead"]):
+            if saved and i == 0:
+                prompts = DataProto.concat(self._prompts(key))
+                self._begun[key["step"], key["attempt"]] = PendingBatch(
+                    key, [], prompts.union(DataProto.from_bytes(saved))
+                )
             else:
-                self._submit(name)
+                self._submit(key)
 
-    def _prompts(self, name: BatchName) -> list[DataProto]:
+    def _prompts(self, key: BatchKey) -> list[DataProto]:
         """The prompts to sample responses to, and where they are needed, those to answer greedily."""
-        sampled = prompt_batch(self.rows, name["indices"], self.config, name["step"], name["attempt"])
+        sampled = prompt_batch(self.rows, key["indices"], self.config, key["step"], key["attempt"])
         return [sampled, sampled[:: self.config.rollout.n]] if self.needs_greedy else [sampled]
 
-    def _submit(self, name: BatchName) -> None:
+    def _submit(self, key: BatchKey) -> None:
         temperatures = [self.config.rollout.temperature, 0.0]
         calls = [
             self.roles.rollout.submit(prompts, temperature)
-            for prompts, temperature in zip(self._prompts(name), temperatures, strict=False)
+            for prompts, temperature in zip(self._prompts(key), temperatures, strict=False)
         ]
-        self._begun[name["step"], name["attempt"]] = Batch(name, calls)
+        self._begun[key["step"], key["attempt"]] = PendingBatch(key, calls)

@@ -9,16 +9,16 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto, Metrics
 from rl_core.errors import TrainingError
 from rl_core.trainer.metrics import Phases, spread
-from rl_core.trainer.rollout_queue import Upcoming
+from rl_core.trainer.rollout_queue import RolloutQueue
 from rl_core.trainer.scoring import align_named_rewards, apply_overlong_penalty, assign_scores
 
 
 class Sampler:
     """Makes the batch that a step trains on."""
 
-    def __init__(self, config: RunConfig, upcoming: Upcoming, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config, self.upcoming, self.tokenizer = config, upcoming, tokenizer
-        self.rollout, self.model = upcoming.roles.rollout, upcoming.roles.model_scores
+    def __init__(self, config: RunConfig, queue: RolloutQueue, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.queue, self.tokenizer = config, queue, tokenizer
+        self.rollout, self.model = queue.roles.rollout, queue.roles.model_scores
 
     def batch(self, step: int, phase: Phases) -> tuple[DataProto, Metrics]:
         """Scored responses to `data.train_batch_size` prompts, and how they came about.
@@ -27,7 +27,7 @@ class Sampler:
         equal scores are dropped and refilled from further prompts.
         """
         for ahead in range(step, min(step + self.config.max_staleness, self.config.trainer.steps) + 1):
-            self.upcoming.begin(ahead)
+            self.queue.begin(ahead)
         most = self.config.algorithm.max_generated_batches
         if not most:
             batch = self._generate(step, 0, phase)
@@ -67,7 +67,7 @@ class Sampler:
     def _generate(self, step: int, attempt: int, phase: Phases) -> DataProto:
         config = self.config
         with phase("rollout"):
-            batch, greedy = self.upcoming.take(step, attempt)
+            batch, greedy = self.queue.take(step, attempt)
             made = [batch] if greedy is None else [batch, greedy]
             phase.count("rollout", float(sum(part.batch["response_mask"].sum() for part in made)))
             if not config.algorithm.max_generated_batches:
@@ -82,7 +82,7 @@ class Sampler:
                 has_one_B = scored.batch["scored"].repeat_interleave(config.rollout.n)
                 mask_BR = batch.batch["response_mask"] * has_one_B[:, None]
                 added = {"greedy_reward_B": reward_B, "response_mask": mask_BR}
-                batch = DataProto({**batch.batch, **added}, batch.non_tensor_batch, batch.meta_info)
+                batch = DataProto({**batch.batch, **added}, batch.non_tensor_batch)
         return batch
 
     def _check_versions(self, batch: DataProto, step: int) -> None:

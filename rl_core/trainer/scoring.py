@@ -71,8 +71,8 @@ def assign_scores(
     last_B = (tensors["response_length"] - 1).clamp(min=0)
     scores_BR[torch.arange(len(batch)), last_B] = score_B
     uid = batch.non_tensor_batch["uid"].copy()
-    for place in (~scored_B).nonzero().flatten().tolist():
-        uid[place] = f"{uid[place]}-failed-{place}"
+    for i in (~scored_B).nonzero().flatten().tolist():
+        uid[i] = f"{uid[i]}-failed-{i}"
     mask_BR = tensors["response_mask"] * scored_B[:, None]
     scored = {"token_level_scores": scores_BR, "scored": scored_B, "response_mask": mask_BR}
     others = {
@@ -82,7 +82,6 @@ def assign_scores(
     made = DataProto(
         {**tensors, **scored, **_named_rewards(results, config)},
         {**batch.non_tensor_batch, "uid": uid, **others},
-        batch.meta_info,
     )
     made.pop(["score", "named"])
     return made
@@ -123,7 +122,6 @@ def align_named_rewards(parts: list[DataProto], config: RunConfig) -> list[DataP
         DataProto(
             {**{f"{NAMED}{name}": torch.zeros(len(part)) for name in names}, **part.batch},
             part.non_tensor_batch,
-            part.meta_info,
         )
         for part in parts
     ]
@@ -135,7 +133,7 @@ def _of_other_prompts(results: list[RewardResult], config: RunConfig, step: int)
     ring = np.random.default_rng([config.trainer.seed, step]).permutation(config.data.train_batch_size)
     # Along a ring every prompt gets another one's; a mere permutation leaves some of them their own.
     giver = dict(zip(ring.tolist(), np.roll(ring, 1).tolist(), strict=True))
-    return [results[giver[prompt] * n + place] for prompt in range(len(giver)) for place in range(n)]
+    return [results[giver[prompt] * n + i] for prompt in range(len(giver)) for i in range(n)]
 
 
 def apply_overlong_penalty(batch: DataProto, config: RunConfig) -> DataProto:
@@ -147,4 +145,4 @@ def apply_overlong_penalty(batch: DataProto, config: RunConfig) -> DataProto:
             length_B.float(), config.data.max_response_length, algorithm.overlong_buffer, algorithm.overlong_penalty
         )
         shaped_BR[torch.arange(len(batch)), (length_B - 1).clamp(min=0)] += penalty_B * batch.batch["scored"]
-    return batch.union(DataProto({"token_level_shaped": shaped_BR}, {}, {}))
+    return batch.union(DataProto({"token_level_shaped": shaped_BR}))

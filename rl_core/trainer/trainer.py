@@ -21,10 +21,10 @@ from rl_core.storage.ledger import Ledger
 from rl_core.storage.store import Json, Store
 from rl_core.trainer.advantage import apply_correction_and_kl, compute_advantages
 from rl_core.trainer.batch import balanced_order, training_rows
-from rl_core.trainer.checkpoints import Commits
+from rl_core.trainer.checkpoints import Checkpointer
 from rl_core.trainer.metrics import Phases, batch_metrics
 from rl_core.trainer.rollout_file import rollout_parquet
-from rl_core.trainer.rollout_queue import Upcoming
+from rl_core.trainer.rollout_queue import STATE_KEY, RolloutQueue
 from rl_core.trainer.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ class PPOTrainer:
         self.config, self.store, self.roles = config, store, roles
         self.on_step, self.on_phase, self.stop = on_step, on_phase, stop
         self.ledger = Ledger(store)
-        self.commits = Commits(store, roles, config.trainer.keep_checkpoints, on_commit, on_damage)
+        self.checkpointer = Checkpointer(store, roles, config.trainer.keep_checkpoints, on_commit, on_damage)
         weights = [source.weight for source in config.data.sources]
         loader = StatefulLoader(rows.sizes, config.data.train_batch_size, config.trainer.seed, data_hash, weights)
-        self.upcoming = Upcoming(config, rows, loader, roles)
-        self.sampler = Sampler(config, self.upcoming, tokenizer)
+        self.queue = RolloutQueue(config, rows, loader, roles)
+        self.sampler = Sampler(config, self.queue, tokenizer)
         algorithm = config.algorithm
         self.kl_controller = KLController(
             algorithm.kl_controller, algorithm.kl_in_reward_coef, algorithm.kl_target, algorithm.kl_horizon
@@ -69,13 +69,13 @@ class PPOTrainer:
         updates = self.config.trainer.steps * (self.config.data.train_batch_size // self.config.mini_batch_size)
         self.roles.init_models(model_path, updates)
         self.step = 0
-        if found := self.commits.recover():
+        if found := self.checkpointer.recover():
             self.step, meta = found
-            self.commits.load(self.step)
+            self.checkpointer.load(self.step)
             self.kl_controller.coef = meta["kl_coef"]
         self.roles.rollout.push_weights(self.step)
         if found:
-            self.upcoming.load_state_dict(meta["upcoming"], self.commits.rollouts(self.step))
+            self.queue.load_state_dict(meta[STATE_KEY], self.checkpointer.rollouts(self.step))
 
     def fit(self, until: int) -> None:
         """Trains up to step `until`, or the one at which it is told to stop; all is committed when this returns."""
@@ -86,7 +86,7 @@ class PPOTrainer:
             step = self.step + 1
             phase = Phases(partial(self.on_phase, step))
             # A step whose checkpoint has to hold rollouts that were made ahead is made again with them instead.
-            with nullcontext() if config.max_staleness else self.commits.kept():
+            with nullcontext() if config.max_staleness else self.checkpointer.kept():
                 batch, metrics = self.sampler.batch(step, phase)
             with phase("log_prob"):
                 order = torch.tensor(balanced_order(batch, config))
@@ -106,8 +106,8 @@ class PPOTrainer:
                 rows = training_rows(batch, config, step)
             tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
             with phase("commit"):
-                self.commits.finish(self.upcoming.saved(step))  # the step before, written during the rollouts
-            with self.commits.replayable(step, batch, metrics):
+                self.checkpointer.finish(self.queue.saved(step))  # the step before, written during the rollouts
+            with self.checkpointer.replayable(step, batch, metrics):
                 with phase("update"):
                     critic_update = roles.critic.update_critic.submit(rows) if config.needs_critic else None
                     metrics |= prefixed("actor", roles.actor.update_actor(rows))
@@ -115,23 +115,23 @@ class PPOTrainer:
                         metrics |= prefixed("critic", critic_update.get())
                     phase.count("update", tokens * passes)
                 with phase("rollout"):
-                    self.upcoming.before_push()
+                    self.queue.before_push()
                 with phase("push"):
                     metrics["kl/canary"] = roles.rollout.push_weights(step)
             with phase("commit"):
                 self.store.write_bytes(run_files.rollouts(step), rollout_parquet(batch))
                 last = step == until or self.stop()
                 if last or step % config.trainer.save_every == 0:
-                    self.commits.begin(step, self._meta(step))
+                    self.checkpointer.begin(step, self._meta(step))
             # The record comes before the manifest: it counts once a manifest covers its step.
             record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
             self.ledger.write(step, record)
             self.step = step
             self.on_step(record)
-        self.commits.finish(self.upcoming.saved(self.step + 1))
+        self.checkpointer.finish(self.queue.saved(self.step + 1))
 
     def _meta(self, step: int) -> Json:
-        return {"step": step, "upcoming": self.upcoming.state_dict(), "kl_coef": self.kl_controller.coef}
+        return {"step": step, STATE_KEY: self.queue.state_dict(), "kl_coef": self.kl_controller.coef}
 
 
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:

@@ -82,10 +82,10 @@ def _write_shards(
         rank = dist.get_rank(group)
         files = [*local.glob(f"__{rank}_*"), *([local / METADATA] if rank == 0 else [])]
         return [file_entry(file, f"{name}/{file.name}") for file in files]
-    with staging() as place:
-        with _real_cause(place, writing=True):
-            dcp.save(state, checkpoint_id=place, process_group=group)
-        return store.upload(Path(place), above, name)
+    with staging() as directory:
+        with _real_cause(directory, writing=True):
+            dcp.save(state, checkpoint_id=directory, process_group=group)
+        return store.upload(Path(directory), above, name)
 
 
 def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
@@ -141,8 +141,8 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
     if dist.get_rank() == 0:
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
             weights.pop("lm_head.weight", None)
-        with staging() as place:
-            target = Path(place)
+        with staging() as directory:
+            target = Path(directory)
             _save_pretrained(model, weights, DTYPES[dtype], target)
             for file in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
                 kept = target / file.relative_to(source)

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rl_core.config.schema import EngineConfig, OptimConfig
+from rl_core.config.schema import FSDPConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
 from rl_core.models.load import PolicyModel, ValueModel
 from rl_core.models.lora import base_name, factors, is_adapter, peft_name
 from rl_core.models.weights import load_weights
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 from rl_core.training.optimizer import build_optimizer, learning_rate
 from rl_core.training.packing import micro_batches
 
@@ -38,8 +38,8 @@ class TrainEngine:
         self,
         module: PolicyModel | ValueModel,
         source: Path,
-        place: Place,
-        config: EngineConfig,
+        rank_mesh: RankMesh,
+        config: FSDPConfig,
         dtype: str,
         optim: OptimConfig | None,
         total_updates: int,
@@ -53,12 +53,12 @@ class TrainEngine:
             max_tokens: packed tokens of a micro-batch.
             seed: of the first values of adapters.
         """
-        self.place, self.device, self.max_tokens, self.source = place, place.device, max_tokens, source
+        self.rank_mesh, self.device, self.max_tokens, self.source = rank_mesh, rank_mesh.device, max_tokens, source
         self.module, self.model = module, cast(PreTrainedModel, module.hf)
         on_gpu = self.device.type == "cuda"
         always = config.offload == "always" or (optim is None and config.reference_offload)
-        self._offloaded, self._parks = on_gpu and always, on_gpu and config.offload == "idle"
-        self._parked = False
+        self._offloaded, self._offloads = on_gpu and always, on_gpu and config.offload == "idle"
+        self._offloaded = False
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
         self._shard(DTYPES[dtype], config.compile)
@@ -73,7 +73,7 @@ class TrainEngine:
     def _shard(self, dtype: torch.dtype, compiled: bool) -> None:
         """Layer by layer over the mesh; computes in `dtype`, keeps weights and reduces gradients in float32."""
         options: dict[str, Any] = {
-            "mesh": self.place.mesh,
+            "mesh": self.rank_mesh.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         }
         if self._offloaded:
@@ -89,10 +89,10 @@ class TrainEngine:
     @torch.no_grad()
     def compute(self, rows: DataProto, *args: float) -> tuple[Tensor, ...]:
         """The module's outputs for all response tokens, each [B, R] float32 on the CPU."""
-        self._unpark()
+        self._onload()
         self.module.eval()
         outputs: list[Tensor] = []
-        for indices, micro in micro_batches(rows, self.max_tokens, self.place):
+        for indices, micro in micro_batches(rows, self.max_tokens, self.rank_mesh):
             for k, values_N in enumerate(_as_tuple(self.module(micro.packed, micro.target_N, *args))):
                 if k == len(outputs):
                     outputs.append(torch.zeros(rows.batch["responses"].shape))
@@ -107,10 +107,10 @@ class TrainEngine:
         `skipped_updates` 1. Raises TrainingError when that happens more often in a row than the config allows.
         """
         assert self.optimizer is not None and self.optim_config is not None
-        self._unpark()
+        self._onload()
         self.module.train()
         totals: dict[str, Tensor] = {}
-        for _, micro in micro_batches(rows, self.max_tokens, self.place):
+        for _, micro in micro_batches(rows, self.max_tokens, self.rank_mesh):
             outputs = tuple(micro.pad(v) for v in _as_tuple(self.module(micro.packed, micro.target_N, *args)))
             loss, shares = loss_function(outputs, micro.rows)
             # FSDP averages gradients over the ranks; the loss is a share of a global mean and wants their sum. Ranks
@@ -132,7 +132,7 @@ class TrainEngine:
         if not math.isfinite(grad_norm):
             return self._skip(grad_norm)
         self.updates, self.skipped = self.updates + 1, 0
-        sharing = self.place.parallel.size if self.place.parallel else 1
+        sharing = self.rank_mesh.parallel.size if self.rank_mesh.parallel else 1
         metrics = {name: value / sharing for name, value in sums.items()}
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
 
@@ -141,7 +141,7 @@ class TrainEngine:
         # On the shards themselves: on distributed tensors each of these operations costs milliseconds.
         gradients = [_local(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
         square = nn.utils.get_total_norm(gradients).square()
-        dist.all_reduce(square, group=self.place.mesh.get_group("shard"))
+        dist.all_reduce(square, group=self.rank_mesh.mesh.get_group("shard"))
         norm = square.sqrt()
         torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -156,17 +156,17 @@ class TrainEngine:
             )
         return {"skipped_updates": 1.0}
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Moves weights and optimizer states to the machine's memory until they are used again, if so configured."""
-        if self._parks and not self._parked:
+        if self._offloads and not self._offloaded:
             self._move(torch.device("cpu"))
-            self._parked = True
+            self._offloaded = True
             torch.cuda.empty_cache()
 
-    def _unpark(self) -> None:
-        if self._parked:
+    def _onload(self) -> None:
+        if self._offloaded:
             self._move(self.device)
-            self._parked = False
+            self._offloaded = False
 
     def _move(self, device: torch.device) -> None:
         self.module.to(device)
@@ -179,7 +179,7 @@ class TrainEngine:
 
         What adapters add is part of the weights, or, where not `merged`, left out.
         """
-        self._unpark()
+        self._onload()
         adapters = factors(self.model) if merged else {}
         for name, parameter in self.model.named_parameters():
             if not is_adapter(name):
@@ -195,7 +195,7 @@ class TrainEngine:
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """PEFT's name and whole tensor of each weight of the adapters; all ranks take part."""
-        self._unpark()
+        self._onload()
         for name, parameter in self.model.named_parameters():
             if is_adapter(name):
                 yield peft_name(name), self._whole(parameter)

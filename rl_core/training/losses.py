@@ -52,16 +52,18 @@ def policy_loss(config: RunConfig, tokens: float, sequences: float) -> LossFunct
 
     def loss_function(outputs: Outputs, rows: DataProto) -> tuple[Tensor, Shares]:
         log_prob_BR, entropy_BR = outputs[0], outputs[1]
-        on = rows.batch
-        mask_BR, old_BR = on["response_mask"], on["old_log_probs"]
+        tensors = rows.batch
+        mask_BR, old_BR = tensors["response_mask"], tensors["old_log_probs"]
 
         def total(values_BR: Tensor, mode: str = "token-mean") -> Tensor:
             return aggregate_loss(values_BR, mask_BR, mode, tokens, sequences, scale)
 
-        extra = {name: on[name] for name in entry.needs}
-        token_BR, indicators = entry.function(Tokens(log_prob_BR, old_BR, on["advantages"], mask_BR), settings, **extra)
-        if "weights" in on:
-            token_BR = token_BR * on["weights"]
+        extra = {name: tensors[name] for name in entry.needs}
+        token_BR, indicators = entry.function(
+            Tokens(log_prob_BR, old_BR, tensors["advantages"], mask_BR), settings, **extra
+        )
+        if "weights" in tensors:
+            token_BR = token_BR * tensors["weights"]
         shares = {
             "pg_loss": total(token_BR, mode),
             "approx_kl": total(kl_estimate(old_BR, log_prob_BR, "k3")),
@@ -72,7 +74,7 @@ def policy_loss(config: RunConfig, tokens: float, sequences: float) -> LossFunct
         if actor.entropy_coef:
             loss = loss - actor.entropy_coef * total(entropy_BR, mode)
         if actor.kl_loss_coef:
-            kl_BR = kl_estimate(log_prob_BR, on["ref_log_prob"], actor.kl_loss_type)
+            kl_BR = kl_estimate(log_prob_BR, tensors["ref_log_prob"], actor.kl_loss_type)
             shares["kl_loss"] = total(kl_BR, mode)
             loss = loss + actor.kl_loss_coef * shares["kl_loss"]
         return loss, shares
@@ -86,8 +88,8 @@ def select_tokens(config: RunConfig, mini: DataProto, log_prob_BR: Tensor, draw:
     The choice needs the mini-batch's mean, so it is made before the split into micro-batches, which then cannot change
     it. `draw` seeds the random choice and is the same on all ranks.
     """
-    on = mini.batch["response_mask"] > 0
-    mine = torch.stack([x[on] for x in (log_prob_BR, mini.batch["old_log_probs"], mini.batch["advantages"])])
+    trained_BR = mini.batch["response_mask"] > 0
+    mine = torch.stack([x[trained_BR] for x in (log_prob_BR, mini.batch["old_log_probs"], mini.batch["advantages"])])
     rank, parts = 0, [mine]
     if dist.is_initialized():
         rank, parts = dist.get_rank(), parts * dist.get_world_size()
@@ -101,8 +103,8 @@ def select_tokens(config: RunConfig, mini: DataProto, log_prob_BR: Tensor, draw:
         chosen_N = covariance_band(log_prob_N, old_N, advantage_N, settings, generator)
     start = sum(part.shape[1] for part in parts[:rank])
     selected_BR = torch.zeros_like(mini.batch["response_mask"])
-    selected_BR[on] = chosen_N[start : start + mine.shape[1]]
-    return mini.union(DataProto({"selected_BR": selected_BR}, {}, {}))
+    selected_BR[trained_BR] = chosen_N[start : start + mine.shape[1]]
+    return mini.union(DataProto({"selected_BR": selected_BR}))
 
 
 def value_loss(config: CriticConfig, tokens: float) -> LossFunction:

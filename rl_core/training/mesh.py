@@ -13,7 +13,7 @@ from rl_core.models.sequence_parallel import SequenceParallel
 
 
 @dataclass(frozen=True)
-class Place:
+class RankMesh:
     """`mesh` has the dimension `shard`, and before it `replicate` where groups of ranks hold a copy each (HybridShard);
     `parallel` is set where several ranks share each sequence."""
 
@@ -22,7 +22,7 @@ class Place:
     parallel: SequenceParallel | None
 
 
-def make_place(device: torch.device, world_size: int, shard_size: int, sequence_parallel_size: int) -> Place:
+def make_rank_mesh(device: torch.device, world_size: int, shard_size: int, sequence_parallel_size: int) -> RankMesh:
     """The place of this rank; all ranks of the process group call it together. The sizes divide `world_size`."""
     if shard_size == world_size:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
@@ -30,7 +30,7 @@ def make_place(device: torch.device, world_size: int, shard_size: int, sequence_
         shape = (world_size // shard_size, shard_size)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     if sequence_parallel_size == 1:
-        return Place(device, mesh, None)
+        return RankMesh(device, mesh, None)
     shape = (world_size // sequence_parallel_size, sequence_parallel_size)
     sequences = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
-    return Place(device, mesh, SequenceParallel(sequences["sequence"].get_group()))
+    return RankMesh(device, mesh, SequenceParallel(sequences["sequence"].get_group()))

@@ -15,7 +15,7 @@ from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
 from rl_core.models.attention import to_device
 from rl_core.models.load import Packed
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 
 def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -44,7 +44,7 @@ def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
         heaviest = max((group for group in groups if len(group) > 1), key=lambda group: _sum(lengths, group))
         groups.remove(heaviest)
         halves = balanced_parts([lengths[row] for row in heaviest], 2)
-        groups += [[heaviest[place] for place in half] for half in halves]
+        groups += [[heaviest[i] for i in half] for half in halves]
     return sorted(groups, key=lambda group: (-_sum(lengths, group), group))
 
 
@@ -65,22 +65,22 @@ class MicroBatch:
     """Some rows of a batch, on the device: packed, with the indices `target_N` of all response tokens in the packed
     row, and as `rows` their numbers per response token [B, R]."""
 
-    def __init__(self, rows: DataProto, place: Place) -> None:
+    def __init__(self, rows: DataProto, rank_mesh: RankMesh) -> None:
         prompts, responses = rows.batch["prompts"], rows.batch["responses"]
         prompt_length_B, length_B = rows.batch["prompt_length"], rows.batch["response_length"]
-        place_R = torch.arange(responses.shape[1])
-        real_BR = place_R < length_B[:, None]
+        position_R = torch.arange(responses.shape[1])
+        real_BR = position_R < length_B[:, None]
         real = torch.cat([torch.arange(prompts.shape[1]) < prompt_length_B[:, None], real_BR], dim=1)
         total_B = prompt_length_B + length_B
         first_B = total_B.cumsum(0) - total_B + prompt_length_B
         ids_T = torch.cat([prompts, responses], dim=1)[real]
-        self.packed = Packed(ids_T, total_B.tolist(), place.device, place.parallel)
-        self.target_N = to_device((first_B[:, None] + place_R)[real_BR], place.device)
-        self._real_BR = to_device(real_BR, place.device)
+        self.packed = Packed(ids_T, total_B.tolist(), rank_mesh.device, rank_mesh.parallel)
+        self.target_N = to_device((first_B[:, None] + position_R)[real_BR], rank_mesh.device)
+        self._real_BR = to_device(real_BR, rank_mesh.device)
         # All that a loss reads, in one copy.
         read = {name: x.float() for name, x in rows.batch.items() if x.is_floating_point() and x.shape == real_BR.shape}
-        columns = to_device(torch.stack([*read.values()]), place.device) if read else ()
-        self.rows = DataProto(dict(zip(read, columns, strict=True)), rows.non_tensor_batch, rows.meta_info)
+        columns = to_device(torch.stack([*read.values()]), rank_mesh.device) if read else ()
+        self.rows = DataProto(dict(zip(read, columns, strict=True)), rows.non_tensor_batch)
 
     def pad(self, values_N: Tensor) -> Tensor:
         """Values of the response tokens [N] as [B, R], 0 behind the end of a response."""
@@ -88,8 +88,8 @@ class MicroBatch:
         return padded_BR.masked_scatter(self._real_BR, values_N)
 
 
-def micro_batches(rows: DataProto, max_tokens: int, place: Place) -> Iterator[tuple[list[int], MicroBatch]]:
+def micro_batches(rows: DataProto, max_tokens: int, rank_mesh: RankMesh) -> Iterator[tuple[list[int], MicroBatch]]:
     """The rows in micro-batches of at most `max_tokens` tokens, with each one's row indices."""
     lengths = (rows.batch["prompt_length"] + rows.batch["response_length"]).tolist()
     for indices in split_by_tokens(lengths, max_tokens):
-        yield indices, MicroBatch(rows[indices], place)
+        yield indices, MicroBatch(rows[indices], rank_mesh)

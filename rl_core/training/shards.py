@@ -69,8 +69,8 @@ def _check(table: Any) -> None:
     """Raises ValueError unless the table is one of files beside it."""
     if not isinstance(table, Metadata):
         raise ValueError(f"a {type(table).__name__} instead of a table")
-    for place in (table.storage_data or {}).values():
-        if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"{place.relative_path!r} is no file of this folder")
-        if place.transform_descriptors:
-            raise ValueError(f"{place.relative_path} is transformed")
+    for entry in (table.storage_data or {}).values():
+        if Path(entry.relative_path).name != entry.relative_path:
+            raise ValueError(f"{entry.relative_path!r} is no file of this folder")
+        if entry.transform_descriptors:
+            raise ValueError(f"{entry.relative_path} is transformed")

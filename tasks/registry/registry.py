@@ -248,10 +248,6 @@ class Registry:
             self.set_tags(info.version, {"forced": f"{_now()} by {_who()}"})
         return moved
 
-    def approve(self, version_or_alias: str) -> tuple[str | None, str]:
-        """Promote a version that waits for a person's approval; returns both versions (old, new)."""
-        return self.promote_by_hand(version_or_alias, approve=True)
-
     def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
         """Set tags of a version, which get the prefix `rollforward.`."""
         with mlflow_errors(self.uri):

@@ -30,4 +30,4 @@ def own_frames(thread: int) -> str:
     """The innermost frames of a thread of this process, in a line."""
     frame = sys._current_frames().get(thread)
     inner = reversed(traceback.extract_stack(frame)[-FRAMES:]) if frame else []
-    return " < ".join(f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})" for place in inner)
+    return " < ".join(f"{each.name} ({os.path.basename(each.filename)}:{each.lineno})" for each in inner)

@@ -88,23 +88,23 @@ COLUMNS = ("run", "recipe", "step", "reward", "state", "changed")
 def lines(status: Status, now: float) -> list[tuple[str, str]]:
     """A present status in names and values; `now` is in seconds since 1970."""
     running = status.state == "running"
-    told = [("state", f"running, process {status.pid} on {status.host}" if running else status.state)]
+    rows = [("state", f"running, process {status.pid} on {status.host}" if running else status.state)]
     if status.error:
-        told.append(("why", status.error))
-    told.append(("step", f"{status.step}/{status.steps}" + _bar(status)))
+        rows.append(("why", status.error))
+    rows.append(("step", f"{status.step}/{status.steps}" + _bar(status)))
     if status.seconds_per_step:
-        told.append(("rate", f"{duration(status.seconds_per_step)} a step"))
+        rows.append(("rate", f"{duration(status.seconds_per_step)} a step"))
     if status.reward is not None:
-        told.append(("reward", f"{status.reward:.3f}"))
+        rows.append(("reward", f"{status.reward:.3f}"))
     if not running:
-        return [*told, ("last stage", status.stage or "none"), ("changed", f"{_ago(status.beat, now)} ago")]
+        return [*rows, ("last stage", status.stage or "none"), ("changed", f"{_ago(status.beat, now)} ago")]
     if status.seconds_per_step:
-        told.append(("time left", duration(status.seconds_left)))
-    told.append(("stage", f"{status.stage or 'start'}, for {_ago(status.stage_since, now)}"))
+        rows.append(("time left", duration(status.seconds_left)))
+    rows.append(("stage", f"{status.stage or 'start'}, for {_ago(status.stage_since, now)}"))
     if status.phase:
         waits = WAITS.get(status.phase, status.phase)
-        told.append(("now", f"step {status.step + 1}, {status.phase}: {waits}, for {_ago(status.phase_since, now)}"))
-    return [*told, ("last sign", f"{_ago(status.beat, now)} ago")]
+        rows.append(("now", f"step {status.step + 1}, {status.phase}: {waits}, for {_ago(status.phase_since, now)}"))
+    return [*rows, ("last sign", f"{_ago(status.beat, now)} ago")]
 
 
 def _ago(since: float, now: float) -> str:

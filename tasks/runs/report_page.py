@@ -61,8 +61,8 @@ def run_page(store: Store, others: Mapping[str, Any]) -> str:
         **others,
     }
     found = scores(store)
-    summary = {f"{name}_{when}": found.get(name, (None, None))[place]
-               for name in ("greedy", "sampled") for place, when in enumerate(("before", "after"))}  # fmt: skip
+    summary = {f"{name}_{when}": found.get(name, (None, None))[i]
+               for name in ("greedy", "sampled") for i, when in enumerate(("before", "after"))}  # fmt: skip
     return render_report(facts, records, _samples(store), summary, _scoring(store, step), _notes(store))
 
 
@@ -104,14 +104,14 @@ def described(store: Store, links: Mapping[str, str]) -> str:
     `links` are places by what is there; those with a scheme that a browser follows become links.
     """
     run = store.read_json(run_files.RUN)
-    told = [f"{name} {_three(before)} → {_three(after)}" for name, (before, after) in scores(store).items()]
-    places = [f"- {what}: {f'[{where}]({where})' if where.startswith('http') else f'`{where}`'}"
+    found = [f"{name} {_three(before)} → {_three(after)}" for name, (before, after) in scores(store).items()]
+    lines = [f"- {what}: {f'[{where}]({where})' if where.startswith('http') else f'`{where}`'}"
               for what, where in {"kept in": store.url, **links}.items()]  # fmt: skip
     model, steps = run["config"]["model"]["path"], run["config"]["trainer"]["steps"]
     head = f"Run **{run['name']}** of the recipe `{run['recipe']}`: {committed_step(store)} of {steps} steps"
     return "\n".join(
         [
-            *(f"{head}, model `{model}`.", "", f"Held-out scores: {', '.join(told) or 'none yet'}", "", *places),
+            *(f"{head}, model `{model}`.", "", f"Held-out scores: {', '.join(found) or 'none yet'}", "", *lines),
             *(f"- {when}: {text}" for when, text in _notes(store)),
         ]
     )

@@ -25,8 +25,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class Run:
-    """A run that this process works on: `lease` says so to all machines, `lock` to this one. Nothing is written to
-    `store` without the lease. `moved` has the layout settings that were others when it began, with both values."""
+    """A run that this process works on: `lease` reserves it across machines, `lock` on this one. Nothing is written to
+    `store` without the lease.
+
+    `changed_layout`: layout settings that differ from the run's first start, as (then, now).
+    """
 
     name: str
     composed: Composed
@@ -34,7 +37,7 @@ class Run:
     store: Store
     lock: IO[str]
     lease: Lease
-    moved: dict[str, tuple[Scalar, Scalar]]
+    changed_layout: dict[str, tuple[Scalar, Scalar]]
 
     @property
     def url(self) -> str:
@@ -100,8 +103,8 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
         is_new = not _begun(store)
         if not is_new:
             _check_same_config(store, composed, wanted)  # the holder before may have begun the run
-        moved = {} if is_new else layout_diff(_first_config(store), composed.config)
-        run = Run(wanted, composed, home, store.guarded(lease.check), lock, lease, moved)
+        changed = {} if is_new else layout_diff(_first_config(store), composed.config)
+        run = Run(wanted, composed, home, store.guarded(lease.check), lock, lease, changed)
         if is_new:
             run.store.write_json(run_files.RUN, _facts(run))
         failing.pop_all()

@@ -32,9 +32,9 @@ class Stopping:
     Prefect an exception of its own.
     """
 
-    def __init__(self, grace_s: float, tell: Callable[[str], None]) -> None:
-        """`tell` gets what a person should read."""
-        self._grace_s, self._tell = grace_s, tell
+    def __init__(self, grace_s: float, notify: Callable[[str], None]) -> None:
+        """`notify` gets what a person should read."""
+        self._grace_s, self._notify = grace_s, notify
         self._before: dict[int, Any] = {}
         self._number = 0
         self._asked = self._began = self._seconds = 0.0
@@ -83,7 +83,7 @@ class Stopping:
         about = f" (about {duration(left)})" if left else ""
         text = f"asked to stop: the step that is under way ends first{about}; a second signal abandons it"
         # In a thread of its own, for the signal may have come while a line was being printed.
-        threading.Thread(target=self._tell, args=(text,), daemon=True).start()
+        threading.Thread(target=self._notify, args=(text,), daemon=True).start()
         threading.Thread(target=self._end_grace, args=(number,), daemon=True).start()
 
     def _end_grace(self, number: int) -> None:

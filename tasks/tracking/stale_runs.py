@@ -13,7 +13,7 @@ STORE_TAG = "rollforward.store"
 MLFLOW_STATES: Any = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
-def place_of(store: Store) -> str:
+def store_url(store: Store) -> str:
     """Where a run is kept, in words that no other machine uses for another place."""
     return f"{socket.gethostname()}:{store.url}" if store.is_local else store.url
 
@@ -34,7 +34,7 @@ def end_orphans(tracker: Tracker, root: Store) -> list[str]:
             if run.info.run_id == own.info.run_id or not NAME.fullmatch(name):
                 continue
             store = root.child(name)
-            status = read_status(store) if run.data.tags.get(STORE_TAG) == place_of(store) else None
+            status = read_status(store) if run.data.tags.get(STORE_TAG) == store_url(store) else None
             if status and status.state_now != "running":
                 state, end_ms = MLFLOW_STATES[status.state_now], int(status.beat * 1000)
                 client.set_terminated(run.info.run_id, state, end_ms)

@@ -84,13 +84,13 @@ class Traces:
             experiment_id = mlflow_client(self.tracker.uri).get_run(run_id).info.experiment_id
             spans: list[Span] = []
             for rank, each in enumerate(found):
-                trace_id = sha256(f"{run_id}/{step}/{each.place}".encode()).digest()[:16]
+                trace_id = sha256(f"{run_id}/{step}/{each.position}".encode()).digest()[:16]
                 # MLflow's page lists the newest first: a step's best becomes the upper one.
                 trace = trace_spans(each, trace_id, start_ns - rank * _MS)
                 info = trace_info(each, trace, experiment_id)
                 info.trace_metadata["mlflow.sourceRun"] = run_id
                 info.tags |= {RUN_TAG: self.tracker.run_name, KEY_TAG: self.tracker.run_key, STEP_TAG: str(step)}
-                info.tags["mlflow.traceName"] = f"step {step}, row {each.place}"
+                info.tags["mlflow.traceName"] = f"step {step}, row {each.position}"
                 client.start_trace(info)
                 spans += trace
             client.log_spans(experiment_id, spans)
@@ -123,7 +123,7 @@ def trace_info(transcript: Transcript, spans: "Sequence[Span]", experiment_id: s
         request_preview=writable(transcript.prompt[:_PREVIEW])[:_PREVIEW],
         response_preview=writable(transcript.answer[:_PREVIEW])[:_PREVIEW],
         trace_metadata={"mlflow.trace_schema.version": "3"},
-        tags={ROW_TAG: str(transcript.place)},
+        tags={ROW_TAG: str(transcript.position)},
         assessments=[] if transcript.score is None else [score],
     )
 

@@ -64,17 +64,17 @@ def default_tracking_uri(home: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(home)
 
 
-def check_tracking(uri: str, going_on: bool = False) -> None:
+def check_tracking(uri: str, resuming: bool = False) -> None:
     """Make sure that runs can be tracked at `uri`, within seconds and before anything else starts.
 
     Raises `InputError` when no MLflow server answers there, the SQLite file cannot be written, or it is neither. With
-    `going_on` a server need not answer: its address was right before, and the ledger keeps what it misses. Neither
+    `resuming` a server need not answer: its address was right before, and the ledger keeps what it misses. Neither
     need a file that another process has locked.
     """
     if holds_credentials(uri):
         raise InputError("an MLflow server's address without credentials", "one with some", "tracking.uri", HOW)
     if uri.startswith(("http://", "https://")):
-        if not going_on and (problem := server_problem(uri)):
+        if not resuming and (problem := server_problem(uri)):
             raise InputError(
                 expected=f"an MLflow server at {uri}",
                 seen=problem,

@@ -22,14 +22,6 @@ def test_rank_zero_is_called_alone() -> None:
     assert collect(Dispatch.RANK_ZERO, ["result"], 0) == "result"
 
 
-def test_all_to_all_gives_each_rank_its_entry() -> None:
-    assert split(Dispatch.ALL_TO_ALL, Layout(2), ([1, 2], ["a", "b"])) == ([(1, "a"), (2, "b")], 0)
-    assert collect(Dispatch.ALL_TO_ALL, [1, 2], 0) == [1, 2]
-    for wrong in ([1], [1, 2, 3]):
-        with pytest.raises(ValueError, match=r"entries for 2 ranks"):
-            split(Dispatch.ALL_TO_ALL, Layout(2), (wrong,))
-
-
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 6))
 def test_a_batch_is_computed_in_shares_and_joined_in_order(count: int, world_size: int) -> None:
@@ -88,7 +80,7 @@ def test_rollouts_are_split_over_all_ranks(count: int, groups: int, sharing: int
 
 def test_all_ranks_run_and_answer_what_is_for_all() -> None:
     layout = Layout(4, 2)
-    for mode in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL, ROLLOUT):
+    for mode in (Dispatch.ONE_TO_ALL, ROLLOUT):
         assert list(layout.called(mode)) == list(layout.answering(mode)) == [0, 1, 2, 3]
     assert list(layout.called(Dispatch.RANK_ZERO)) == list(layout.answering(Dispatch.RANK_ZERO)) == [0]
     assert split(Dispatch.ONE_TO_ALL, layout, ("a",)) == ([("a",)] * 4, 0)

@@ -121,6 +121,6 @@ def test_combinations_that_score_nothing_or_have_no_place_are_refused(judge: Pat
     ):
         with pytest.raises(InputError, match=words):
             compose("grpo", settings)
-    assert compose("grpo", [f"reward.model.path={judge}", "reward.model.ranks_per_node=3"]).config.places == 4
-    for others in ("agent.tools=[calculator]", "agent.environment=a:B", "reward.further=[exact=1]"):
+    assert compose("grpo", [f"reward.model.path={judge}", "reward.model.ranks_per_node=3"]).config.slots == 4
+    for others in ("agent.tools=[calculator]", "agent.environment=a:B", "reward.extra_functions=[exact=1]"):
         assert compose("grpo", ["reward.function=none", others]).config.reward.function == "none"

@@ -193,7 +193,7 @@ def test_a_pool_goes_on_without_engines_that_do_not_start_again_until_none_is_le
         call.get()
     with pytest.raises(TransientError, match="no rollout engine is left"):
         pool.submit(prompts(), 1.0)
-    pool._engines[0].again = True
+    pool._engines[0].may_restart = True
 
 
 def test_what_an_engine_raises_stays_what_it_is(pool: RolloutPool) -> None:

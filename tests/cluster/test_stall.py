@@ -1,8 +1,8 @@
-"""What is told of a process from the stacks that it wrote."""
+"""What is describe of a process from the stacks that it wrote."""
 
 import pytest
 
-from rl_core.cluster.stall import Seen, told, waits_for_others
+from rl_core.cluster.stall import Seen, describe, waits_for_others
 
 LIB = "/usr/lib/python3.11"
 SITE = f"{LIB}/site-packages"
@@ -51,9 +51,9 @@ COMPILED_LOOP = f"""Thread 0x00007f7392bff6c1 (most recent call first):
 )  # fmt: skip
 def test_the_thread_that_works_is_told_of(stacks: str, words: str) -> None:
     text = f"{IDLE}\n{stacks}"
-    assert told(Seen(text)) == words
+    assert describe(Seen(text)) == words
     assert waits_for_others(text) == (stacks == COLLECTIVE)
 
 
 def test_who_cannot_be_asked_is_described() -> None:
-    assert told(Seen("", "is stopped by a signal")) == "is stopped by a signal"
+    assert describe(Seen("", "is stopped by a signal")) == "is stopped by a signal"

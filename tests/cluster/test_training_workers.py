@@ -14,24 +14,24 @@ from rl_core.cluster.reward_model import RewardModelWorker
 from rl_core.cluster.training_workers import ActorRolloutRefWorker, TrainingWorker
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 TEMPERATURE = 0.7
 PROTO, METRIC = Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC
 OPTIM = OptimConfig(lr=1e-3, grad_clip=1e9)
 
 
-def actor(path: Path, place: Place, **sections: dict[str, object]) -> ActorRolloutRefWorker:
+def actor(path: Path, rank_mesh: RankMesh, **sections: dict[str, object]) -> ActorRolloutRefWorker:
     """A worker that has joined the process group and loaded the model."""
     config = RunConfig.model_validate(
         {"rollout": {"temperature": TEMPERATURE, "n": 2}, "data": {"train_batch_size": 4}, **sections}
     )
     worker = ActorRolloutRefWorker(config)
-    worker.place, worker.device, worker.temperature = place, place.device, config.rollout.temperature
+    worker.rank_mesh, worker.device, worker.temperature = rank_mesh, rank_mesh.device, config.rollout.temperature
     lora = config.model.lora
-    worker.actor = policy_engine(path, place, OPTIM, lora=lora if lora.rank else None)
+    worker.actor = policy_engine(path, rank_mesh, OPTIM, lora=lora if lora.rank else None)
     if not lora.rank:
-        worker.reference = policy_engine(path, place)
+        worker.reference = policy_engine(path, rank_mesh)
     return worker
 
 
@@ -51,8 +51,8 @@ def test_log_probs_that_would_compare_with_nothing_are_not_asked_for(rollout: di
     assert (sampling.top_p, sampling.top_k) == (rollout.get("top_p", 1.0), rollout.get("top_k", 0))
 
 
-def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, place: Place) -> None:
-    rows = on_policy(actor(tiny_model, place))
+def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, rank_mesh: RankMesh) -> None:
+    rows = on_policy(actor(tiny_model, rank_mesh))
     for i, (p, r) in enumerate(LENGTHS[:3]):
         ids = rows.batch["prompts"][i, :p].tolist(), rows.batch["responses"][i, :r].tolist()
         wanted = plain_log_probs(tiny_model, *ids, TEMPERATURE)
@@ -60,8 +60,8 @@ def test_log_probs_are_those_of_the_sampling_temperature(tiny_model: Path, place
     torch.testing.assert_close(rows.batch["ref_log_prob"], rows.batch["old_log_probs"], rtol=0, atol=1e-6)
 
 
-def test_with_adapters_the_reference_is_the_actors_base(tiny_model: Path, place: Place) -> None:
-    worker = actor(tiny_model, place, model={"lora": {"rank": 4}}, actor={"kl_loss_coef": 0.1})
+def test_with_adapters_the_reference_is_the_actors_base(tiny_model: Path, rank_mesh: RankMesh) -> None:
+    worker = actor(tiny_model, rank_mesh, model={"lora": {"rank": 4}}, actor={"kl_loss_coef": 0.1})
     rows = on_policy(worker)
     assert torch.equal(rows.batch["ref_log_prob"], rows.batch["old_log_probs"])
     metrics = worker.update_actor(rows)
@@ -71,8 +71,8 @@ def test_with_adapters_the_reference_is_the_actors_base(tiny_model: Path, place:
     assert worker.update_actor(rows)["kl_loss"] > 1e-6
 
 
-def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model: Path, place: Place) -> None:
-    batch = on_policy(actor(tiny_model, place)).batch
+def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model: Path, rank_mesh: RankMesh) -> None:
+    batch = on_policy(actor(tiny_model, rank_mesh)).batch
     on = torch.arange(batch["responses"].shape[1]) < batch["response_length"][:, None]
     # Between that of a uniform distribution and 1, and never below the square of the token's own probability.
     assert (batch["sum_pi_squared"][on] >= 1 / 64).all() and (batch["sum_pi_squared"][on] <= 1).all()
@@ -81,17 +81,17 @@ def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "kl_cov", "clip_cov", "dppo_tv"])
-def test_the_first_update_is_on_policy(tiny_model: Path, place: Place, loss: str) -> None:
+def test_the_first_update_is_on_policy(tiny_model: Path, rank_mesh: RankMesh, loss: str) -> None:
     """Training computes the very log-probs that advantages came with: nothing is clipped, and the KL is 0."""
-    worker = actor(tiny_model, place, actor={"policy_loss": loss, "kl_loss_coef": 0.1, "cov_ratio": 0.1})
+    worker = actor(tiny_model, rank_mesh, actor={"policy_loss": loss, "kl_loss_coef": 0.1, "cov_ratio": 0.1})
     metrics = worker.update_actor(on_policy(worker))
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["kl_loss"] == pytest.approx(0, abs=1e-6)
     assert metrics.get("clip_frac", 0.0) == 0 and metrics["grad_norm"] > 0
 
 
-def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path, place: Place) -> None:
-    worker = actor(tiny_model, place)
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path, rank_mesh: RankMesh) -> None:
+    worker = actor(tiny_model, rank_mesh)
     rows = on_policy(worker)
     good_BR = rows.batch["response_mask"] * (torch.arange(len(rows)) % 2 == 0)[:, None]
     rows.batch["advantages"] = 2 * good_BR - rows.batch["response_mask"]
@@ -111,26 +111,26 @@ def test_rollouts_go_over_all_ranks_and_training_over_data_parallel_groups() -> 
     assert vars(RewardModelWorker)["compute_rm_score"].dispatch_mode is Dispatch.ROLLOUT_COMPUTE_PROTO
 
 
-def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Path, place: Place) -> None:
+def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Path, rank_mesh: RankMesh) -> None:
     """Row by row and token by token: an advantage on it alone gives a gradient exactly where the mask is 1."""
-    worker = actor(tiny_model, place, data={"train_batch_size": 1}, actor={"policy_loss": "gpg"})  # never clips
+    worker = actor(tiny_model, rank_mesh, data={"train_batch_size": 1}, actor={"policy_loss": "gpg"})  # never clips
     rows = on_policy(worker, [(5, 4), (3, 3)])
     rows.batch["response_mask"] = torch.ones(2, 8) * (torch.arange(8) < torch.tensor([[4], [3]]))
     rows.batch["response_mask"][0, 1:3] = 0  # what a tool wrote
-    for place in [(0, t) for t in range(4)] + [(1, t) for t in range(3)]:
+    for rank_mesh in [(0, t) for t in range(4)] + [(1, t) for t in range(3)]:
         rows.batch["advantages"] = torch.zeros(2, 8)
-        rows.batch["advantages"][place] = 1.0
+        rows.batch["advantages"][rank_mesh] = 1.0
         norm = worker.update_actor(rows)["grad_norm"]
-        assert (norm > 1e-4) == bool(rows.batch["response_mask"][place]), place
+        assert (norm > 1e-4) == bool(rows.batch["response_mask"][rank_mesh]), rank_mesh
 
 
-def test_sequences_of_which_nothing_trains_leave_the_denominators(place: Place) -> None:
+def test_sequences_of_which_nothing_trains_leave_the_denominators(rank_mesh: RankMesh) -> None:
     config = RunConfig.model_validate(
         {"data": {"train_batch_size": 4}, "actor": {"mini_batch_size": 4}, "rollout": {"n": 2}}
     )
     mask_BR = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0], *[[0.0, 0.0]] * 4])
     seen: list[tuple[float, float]] = []
-    rows = DataProto({"response_mask": mask_BR}, {}, {})
+    rows = DataProto({"response_mask": mask_BR})
     engine = SimpleNamespace(train_mini_batch=lambda mini, loss: {"skipped_updates": 0.0})
 
     def loss_of(mini: DataProto, tokens: float, sequences: float) -> tuple[DataProto, None]:

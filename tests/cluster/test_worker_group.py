@@ -150,12 +150,12 @@ def make_group(
     placement: Placement,
     name: str = "me",
     layout: Layout | None = None,
-    places: range | None = None,
+    slots: range | None = None,
     host: type[Host] = Host,
 ) -> RayWorkerGroup:
     env = {"EXTRA": "kept", "OMP_NUM_THREADS": "1"}
     made = waiting_class() if host is AsyncHost else worker_class()
-    group = RayWorkerGroup(placement, made, (name,), env, 0.01, 60, layout, places=places, host=host)
+    group = RayWorkerGroup(placement, made, (name,), env, 0.01, 60, layout, slots=slots, host=host)
     group.meet()
     return group
 
@@ -278,7 +278,7 @@ def test_a_workers_own_error_reaches_the_driver(
 def test_a_group_may_have_some_places_of_a_pool_and_calls_of_coroutines_go_on_side_by_side(
     placement: Placement,
 ) -> None:
-    group = make_group(placement, places=range(1, 2), host=AsyncHost)
+    group = make_group(placement, slots=range(1, 2), host=AsyncHost)
     assert group.place() == [("me", ("host", 1234), "0", "1", "1", "kept")]
     waiting = group.wait_for.submit("renamed")
     assert not waiting.settled()

@@ -17,6 +17,7 @@ from rl_core.config.compose import (
     flatten,
     from_dict,
     layout_diff,
+    override,
     recipe_names,
     to_yaml,
 )
@@ -193,10 +194,10 @@ def test_the_hash_ignores_run_control_only() -> None:
         "reward.processes=2", "reward.timeout_s=1", "gate.mode=off",
         # How the work lies on processes: results are equal within rounding.
         "trainer.ranks_per_node=2", "trainer.nodes=2", "trainer.threads_per_rank=2", "rollout.ranks_per_node=1",
-        "engine.activation_checkpointing=true", "engine.offload=idle", "actor.max_tokens_per_micro_batch=4096",
+        "fsdp.activation_checkpointing=true", "fsdp.offload=idle", "actor.max_tokens_per_micro_batch=4096",
     ]  # fmt: skip
-    for override in control:
-        assert config_hash(compose("demo", [override]).config) == config_hash(base), override
+    for setting in control:
+        assert config_hash(compose("demo", [setting]).config) == config_hash(base), setting
     changed = [
         "trainer.seed=1",
         "trainer.steps=2",
@@ -214,8 +215,8 @@ def test_diff_names_the_identity_keys_that_differ() -> None:
 
 
 def test_the_layout_is_told_apart_from_what_decides_results() -> None:
-    a, b = compose("demo", []).config, compose("demo", ["trainer.ranks_per_node=2", "engine.shard_size=1"]).config
-    assert layout_diff(a, b) == {"trainer.ranks_per_node": (1, 2), "engine.shard_size": (None, 1)} and not diff(a, b)
+    a, b = compose("demo", []).config, compose("demo", ["trainer.ranks_per_node=2", "fsdp.shard_size=1"]).config
+    assert layout_diff(a, b) == {"trainer.ranks_per_node": (1, 2), "fsdp.shard_size": (None, 1)} and not diff(a, b)
 
 
 def test_configs_are_checked_in_a_moment_without_heavy_imports() -> None:
@@ -294,3 +295,12 @@ def test_settings_that_a_mixture_would_ignore_are_refused() -> None:
         compose("grpo", [MIXTURE, "data.source=gsm8k", "data.path=x"])
     assert "data.path (override), data.mixture (override)" in caught.value.where
     compose("grpo", [MIXTURE, "data.max_prompt_length=100", "data.drop=[overlong]"])
+
+
+def test_settings_by_former_names_are_read_in_saved_configs_and_named_to_users() -> None:
+    saved = RunConfig().model_dump(mode="json")
+    saved["engine"] = {**saved.pop("fsdp"), "offload": "idle"}
+    saved["gate"]["length_ratio"] = saved["gate"].pop("max_length_ratio")
+    assert from_dict(saved) == override(RunConfig(), ["fsdp.offload=idle"])
+    with pytest.raises(InputError, match="engine.offload.*(?s:.)*it is now called fsdp.offload"):
+        compose("demo", ["engine.offload=idle"])

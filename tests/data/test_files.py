@@ -20,7 +20,7 @@ from s3fs import S3FileSystem
 from support_servers import empty_bucket, free_port
 
 from rl_core.config.data import SourceConfig
-from rl_core.data.files import changed_files, data_files, file_identity, read_records
+from rl_core.data.files import Paths, _found, changed_files, file_identity, read_records
 from rl_core.data.sources import files
 from rl_core.errors import InputError, TransientError
 from rl_core.storage.store import Store
@@ -62,6 +62,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return Store(str(tmp_path))
     empty_bucket(request.getfixturevalue("s3_endpoint"), monkeypatch)
     return Store("s3://runs/team/data")
+
+
+def data_files(path: Paths) -> list[str]:
+    return [file.url for file in _found(path)]
 
 
 def records(path: str | tuple[str, ...], wanted: set[str] | None = None) -> list[Any]:

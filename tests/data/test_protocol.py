@@ -13,7 +13,6 @@ def make(rows: int, width: int = 3) -> DataProto:
     return DataProto.from_dict(
         {"ids": torch.arange(rows * width).reshape(rows, width), "score": torch.arange(rows).float()},
         {"text": [f"row {i}" for i in range(rows)], "messages": [[i, i] for i in range(rows)], "n": np.arange(rows)},
-        {"version": 3},
     )
 
 
@@ -23,7 +22,6 @@ def same(a: DataProto, b: DataProto) -> bool:
         and a.non_tensor_batch.keys() == b.non_tensor_batch.keys()
         and all(torch.equal(a.batch[name], b.batch[name]) for name in a.batch)
         and all((a.non_tensor_batch[name] == b.non_tensor_batch[name]).all() for name in a.non_tensor_batch)
-        and a.meta_info == b.meta_info
     )
 
 
@@ -85,7 +83,6 @@ def test_rows_are_taken_by_slice_indices_or_mask(rows: object, expected: list[in
     taken = make(4)[rows]  # type: ignore[index]
     assert taken.batch["score"].tolist() == expected
     assert texts(taken) == [f"row {i}" for i in expected]
-    assert taken.meta_info == {"version": 3}
 
 
 def test_a_mask_of_another_length_is_refused() -> None:
@@ -93,9 +90,8 @@ def test_a_mask_of_another_length_is_refused() -> None:
         make(4)[[True, False, True]]
 
 
-def test_repeat_keeps_the_copies_of_a_row_together_unless_told_otherwise() -> None:
+def test_repeat_keeps_the_copies_of_a_row_together() -> None:
     assert make(2).repeat(2).batch["score"].tolist() == [0, 0, 1, 1]
-    assert make(2).repeat(2, interleave=False).batch["score"].tolist() == [0, 1, 0, 1]
 
 
 def test_lists_of_equal_length_stay_one_entry_per_row() -> None:
@@ -110,16 +106,13 @@ def test_columns_of_different_length_are_refused() -> None:
 
 
 def test_union_joins_columns_and_names_a_conflict() -> None:
-    data, more = make(3), DataProto.from_dict({"values": torch.ones(3)}, meta_info={"device": "cpu"})
+    data, more = make(3), DataProto.from_dict({"values": torch.ones(3)})
     joined = data.union(more)
     assert set(joined.batch) == {"ids", "score", "values"}
-    assert joined.meta_info == {"version": 3, "device": "cpu"}
     with pytest.raises(ValueError, match="'score'"):
         data.union(DataProto.from_dict({"score": torch.zeros(3)}))
     with pytest.raises(ValueError, match="'text'"):
         data.union(DataProto.from_dict({}, {"text": ["row 0", "row 1", "other"]}))
-    with pytest.raises(ValueError, match="'version'"):
-        data.union(DataProto(meta_info={"version": 4}))
     with pytest.raises(ValueError, match="3 and 2 rows"):
         data.union(DataProto.from_dict({"values": torch.ones(2)}))
 
@@ -151,8 +144,6 @@ def test_unequal_chunks_and_unequal_parts_are_refused() -> None:
         make(5).chunk(2)
     with pytest.raises(ValueError, match="columns differ"):
         DataProto.concat([make(2), make(2).select(["ids"])])
-    with pytest.raises(ValueError, match="'version'"):
-        DataProto.concat([make(2), DataProto(make(2).batch, make(2).non_tensor_batch, {"version": 4})])
     with pytest.raises(ValueError, match="no parts"):
         DataProto.concat([])
     with pytest.raises(ValueError, match="permutation"):

@@ -64,9 +64,9 @@ def test_the_sampled_score_is_compared_row_by_row() -> None:
 @pytest.mark.parametrize(
     ("name", "seen", "off"),
     [
-        ("length", {"length": [25.0] * 100}, "length_ratio"),
-        ("format", {"ended": [True] * 90 + [False] * 10}, "format_drop"),
-        ("refusal", {"refused": [True] * 10 + [False] * 90}, "refusal_rise"),
+        ("length", {"length": [25.0] * 100}, "max_length_ratio"),
+        ("format", {"ended": [True] * 90 + [False] * 10}, "max_format_drop"),
+        ("refusal", {"refused": [True] * 10 + [False] * 90}, "max_refusal_rise"),
     ],
 )
 def test_what_was_not_asked_for_must_not_get_worse(name: str, seen: dict[str, Any], off: str) -> None:
@@ -80,7 +80,7 @@ def test_too_few_rows_do_not_show_that_nothing_was_lost() -> None:
     cut, other = [False] * 2 + [True] * 18, [True] * 18 + [False] * 2
     ours, theirs = evaluation([1.0] * 20, ended=cut), evaluation([0.0] * 20, ended=other)
     assert failed(decide(ours, theirs, {}, GateConfig())) == ["format"]
-    assert decide(ours, theirs, {}, GateConfig(format_drop=0.3)).promote
+    assert decide(ours, theirs, {}, GateConfig(max_format_drop=0.3)).promote
 
 
 def test_no_source_may_pay_for_another() -> None:
@@ -88,7 +88,7 @@ def test_no_source_may_pay_for_another() -> None:
     theirs = evaluation([0.0] * 50 + [1.0] * 50, source=sources)
     ours = evaluation([1.0] * 50 + [1.0] * 30 + [0.0] * 20, source=sources)
     assert failed(decide(ours, theirs, {}, GateConfig())) == ["source hard"]
-    assert decide(ours, theirs, {}, GateConfig(source_drop=None)).promote
+    assert decide(ours, theirs, {}, GateConfig(max_source_drop=None)).promote
 
 
 @pytest.mark.parametrize(

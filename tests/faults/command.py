@@ -72,7 +72,7 @@ def prepare() -> None:
     from rl_core.storage.ledger import Ledger
     from rl_core.storage.store import Store
     from rl_core.trainer import trainer
-    from rl_core.trainer.checkpoints import Commits
+    from rl_core.trainer.checkpoints import Checkpointer
     from rl_core.trainer.sampler import Sampler
     from tasks import evaluate
     from tasks.registry.registry import Registry
@@ -87,7 +87,7 @@ def prepare() -> None:
         only(lambda self, m=method: self.method == m, Call, "get", boundary, now)
     for pushes in (ColocatedRollouts, RolloutPool):
         around(pushes, "push_weights", "weight push", "weight push", lambda _self, version: version)
-    around(Commits, "begin", "checkpoint shards", None, lambda _self, step, _meta: step)
+    around(Checkpointer, "begin", "checkpoint shards", None, lambda _self, step, _meta: step)
     around(Roles, "finish_checkpoint", None, "checkpoint shards", now)
     only(lambda _self, rel, *_: rel.startswith(run_files.CHECKPOINTS), Store, "commit_folder", "manifest",
          lambda _self, rel, *_: int(rel.rpartition("_")[2]))  # fmt: skip

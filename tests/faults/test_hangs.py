@@ -106,7 +106,7 @@ def made(placement: Placement, worker: type, ranks: int = 2, host: type[Host] = 
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     args = (RunConfig(),) if host is Host else ()
     group = RayWorkerGroup(
-        placement, worker, args, env, 0.1, 60, places=range(ranks), name=f"{worker.__name__}{next(numbers)}", host=host
+        placement, worker, args, env, 0.1, 60, slots=range(ranks), name=f"{worker.__name__}{next(numbers)}", host=host
     )
     if host is Host:
         group.meet()
@@ -156,7 +156,7 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named_with_what_it_does(
 
     # From another machine of the cluster it is asked through Ray.
     elsewhere = ray.get(stall._ask_elsewhere(ranks.ranks[1]), timeout=20)
-    assert stall.told(elsewhere) in hanging
+    assert stall.describe(elsewhere) in hanging
 
     file = keep_stall(tmp_path, "a/run", Status(stage="train", phase="push", step=4), raised.value.report)
     text = file.read_text()

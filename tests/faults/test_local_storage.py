@@ -17,7 +17,7 @@ from rl_core.storage import run_files
 from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 from tasks.runs.report_page import described, run_page
 from tasks.runs.run import open_run
 from tasks.session import Session, open_session
@@ -39,7 +39,7 @@ def test_a_full_disk_says_so_and_the_checkpoint_before_stays(small_disk: Path) -
         checkpoint(store, 2, size=5 << 20)
     assert str(small_disk) in caught.value.where and "No space left" in caught.value.seen
     assert not list(small_disk.rglob("*.tmp"))
-    found = store.take_up(run_files.CHECKPOINTS)
+    found = store.latest_valid_step(run_files.CHECKPOINTS)
     assert found and found[0] == 1 and store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
     checkpoint(store, 2)
     assert store.verify(run_files.checkpoint(2)) == []
@@ -53,8 +53,8 @@ def test_a_lease_that_does_not_fit_leaves_no_torn_one(small_disk: Path) -> None:
     assert store.listdir() == ["a"]
 
 
-def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: Path, place: Place) -> None:
-    engine, store = policy_engine(tiny_model, place, OptimConfig()), Store(str(small_disk / "run"))
+def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: Path, rank_mesh: RankMesh) -> None:
+    engine, store = policy_engine(tiny_model, rank_mesh, OptimConfig()), Store(str(small_disk / "run"))
     save(engine, store, f"{run_files.checkpoint(1)}/actor")
     store.commit_folder(run_files.checkpoint(1), {})
     filler = small_disk / "filler"
@@ -64,7 +64,7 @@ def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: P
     with pytest.raises(InputError, match=ROOM):
         save(engine, store, f"{run_files.checkpoint(2)}/actor")
     filler.unlink()
-    found = store.take_up(run_files.CHECKPOINTS)
+    found = store.latest_valid_step(run_files.CHECKPOINTS)
     assert found and found[0] == 1
     load_engine(engine, store, f"{run_files.checkpoint(1)}/actor")
     save(engine, store, f"{run_files.checkpoint(2)}/actor")
@@ -93,7 +93,7 @@ def test_a_read_only_disk_is_read_and_not_written(small_disk: Path) -> None:
     for call in (lambda: checkpoint(store, 2), lambda: store.remove(folder), lambda: store.create_bytes("l", b"")):
         with pytest.raises(InputError, match="give this user the right"):
             call()
-    found = store.take_up(run_files.CHECKPOINTS)
+    found = store.latest_valid_step(run_files.CHECKPOINTS)
     assert found and found[0] == 1 and store.verify(folder) == []
 
 
@@ -126,7 +126,7 @@ def test_a_person_sees_the_damage_when_a_run_is_taken_up(session: Session, damag
     folder = session.store.local_path(run_files.checkpoint(2))
     assert folder
     DAMAGES[damage][0](folder / "actor/b")
-    found = session.store.take_up(run_files.CHECKPOINTS, session.warn)
+    found = session.store.latest_valid_step(run_files.CHECKPOINTS, session.warn)
     assert found and found[0] == 1 and not folder.exists()
     words = f"{folder} is damaged and is not used: {DAMAGES[damage][1]}"
     assert words in said(session) and f"hurt/{run_files.CHECKPOINTS}" in words
@@ -142,16 +142,16 @@ def test_the_report_says_what_happened(session: Session) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("folder", ["data", "warm_start", "export/step_000004"])
 def test_a_damaged_folder_is_told_and_made_again(session: Session, folder: str, damage: str) -> None:
-    assert session.sound(folder) is None
+    assert session.verified_manifest(folder) is None
     files = [session.store.add_bytes(name.encode() * 1000, folder, f"actor/{name}") for name in "ab"]
     manifest = session.store.commit_folder(folder, {}, files)
-    assert session.sound(folder) == manifest and said(session) == ""
+    assert session.verified_manifest(folder) == manifest and said(session) == ""
     session.drop_workers()  # before a retry
-    place = session.store.local_path(folder)
-    assert place
-    DAMAGES[damage][0](place / "actor/b")
-    assert session.sound(folder) is None and not place.exists()
-    assert f"{place} is damaged and is made again: {DAMAGES[damage][1]}" in said(session)
+    rank_mesh = session.store.local_path(folder)
+    assert rank_mesh
+    DAMAGES[damage][0](rank_mesh / "actor/b")
+    assert session.verified_manifest(folder) is None and not rank_mesh.exists()
+    assert f"{rank_mesh} is damaged and is made again: {DAMAGES[damage][1]}" in said(session)
 
 
 def test_a_copy_of_a_remote_folder_is_made_right(session: Session) -> None:

@@ -53,8 +53,8 @@ def test_lasting_faults_end_in_time_and_leave_the_good_checkpoint(
         lambda: store.exists("f"),
         lambda: store.remove(run_files.checkpoint(1)),
         lambda: store.download(run_files.checkpoint(1), tmp_path),
-        lambda: store.take_up(run_files.CHECKPOINTS),
-        lambda: store.retain(run_files.CHECKPOINTS, 1, 2),
+        lambda: store.latest_valid_step(run_files.CHECKPOINTS),
+        lambda: store.prune(run_files.CHECKPOINTS, 1, 2),
         lambda: store.commit_folder(run_files.checkpoint(2), {}, files),
     ]
     if kind == "reset":  # an answer without a body is whole: only what is read is cut
@@ -72,7 +72,7 @@ def test_lasting_faults_end_in_time_and_leave_the_good_checkpoint(
     assert direct.verify(run_files.checkpoint(1)) == []
     assert direct.committed_steps(run_files.CHECKPOINTS) == [1]
     commit(store, 2)
-    found = store.take_up(run_files.CHECKPOINTS)
+    found = store.latest_valid_step(run_files.CHECKPOINTS)
     assert found and found[0] == 2
 
 
@@ -114,7 +114,7 @@ def test_a_shard_that_another_process_wrote_over_is_damage_and_not_taken_for_the
     direct.write_bytes(f"{run_files.checkpoint(2)}/actor/shard", SHARD + b"\7")  # a late process of an old attempt
     store.commit_folder(run_files.checkpoint(2), {}, files)
     told: list[str] = []
-    found = store.take_up(run_files.CHECKPOINTS, told.append)
+    found = store.latest_valid_step(run_files.CHECKPOINTS, told.append)
     assert found and found[0] == 1 and "step_000002 is damaged and is not used: actor/shard: wrong checksum" in told[0]
 
 
@@ -152,13 +152,13 @@ def test_stale_listings_make_no_good_checkpoint_go(proxy: Proxy, store: Store, d
     commit(direct, 4)
     direct.remove(run_files.checkpoint(1))
     told: list[str] = []
-    found = store.take_up(run_files.CHECKPOINTS, told.append)  # step 4 is not shown, step 1 still is
+    found = store.latest_valid_step(run_files.CHECKPOINTS, told.append)  # step 4 is not shown, step 1 still is
     assert found and found[0] == 2 and told == []
     commit(store, 3)
-    store.retain(run_files.CHECKPOINTS, keep=1, newest=3)
+    store.prune(run_files.CHECKPOINTS, keep=1, newest=3)
     proxy.calm()
     assert direct.committed_steps(run_files.CHECKPOINTS) == [3, 4]
-    store.retain(run_files.CHECKPOINTS, keep=1, newest=3)
+    store.prune(run_files.CHECKPOINTS, keep=1, newest=3)
     assert direct.committed_steps(run_files.CHECKPOINTS) == [3, 4], (
         "the newest commit was removed for one of an earlier attempt"
     )
@@ -169,7 +169,7 @@ def test_an_empty_stale_listing_removes_nothing(proxy: Proxy, store: Store, dire
     assert store.listdir(run_files.CHECKPOINTS) == []
     proxy.disturb("stale", times=1)
     commit(direct, 1)
-    assert store.take_up(run_files.CHECKPOINTS) is None  # later listings show it
+    assert store.latest_valid_step(run_files.CHECKPOINTS) is None  # later listings show it
     assert direct.committed_steps(run_files.CHECKPOINTS) == [1]
 
 
@@ -190,7 +190,10 @@ def test_failing_listings_remove_nothing(proxy: Proxy, store: Store, direct: Sto
         commit(store, step)
     proxy.disturb("503", path="list-type=2")
     store.timeout_s = DEADLINE_S
-    for call in (lambda: store.take_up(run_files.CHECKPOINTS), lambda: store.retain(run_files.CHECKPOINTS, 1, 2)):
+    for call in (
+        lambda: store.latest_valid_step(run_files.CHECKPOINTS),
+        lambda: store.prune(run_files.CHECKPOINTS, 1, 2),
+    ):
         with pytest.raises(TransientError):
             call()
     assert direct.committed_steps(run_files.CHECKPOINTS) == [1, 2]

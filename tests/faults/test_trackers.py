@@ -267,9 +267,9 @@ def test_a_server_must_answer_before_a_first_start_only() -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(InputError, match="connection refused"):
         check_tracking(nobody)
-    check_tracking(nobody, going_on=True)
+    check_tracking(nobody, resuming=True)
     with pytest.raises(InputError, match=r"http://…"):
-        check_tracking("mlflow.example", going_on=True)
+        check_tracking("mlflow.example", resuming=True)
 
 
 class Command:

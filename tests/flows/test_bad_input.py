@@ -56,7 +56,7 @@ def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str)
         (["data.source=gsm9k"], "gsm8k"),
         (["algorithm.overlong_buffer=9"], "longer than any response"),
         (["reward.function=no_module_here:score"], "no_module_here"),
-        (["reward.further=[absent=0.5]"], "absent"),
+        (["reward.extra_functions=[absent=0.5]"], "absent"),
         (["tracking.uri=http://127.0.0.1:9"], "MLflow"),
         (["agent.tools=[calculater]"], "did you mean calculator"),
         (["agent.environment=no_module_here:Game"], "ModuleNotFoundError"),

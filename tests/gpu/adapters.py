@@ -20,12 +20,12 @@ def main(model: Path) -> None:
     from rl_core.rollout.engine.protocol import Sampling
     from rl_core.rollout.engine.vllm_engine import VLLMEngine
     from rl_core.rollout.weights.weight_sync import ShardingManager
-    from rl_core.training.mesh import make_place
+    from rl_core.training.mesh import make_rank_mesh
 
-    place = make_place(torch.device("cuda", 0), 1, 1, 1)
+    rank_mesh = make_rank_mesh(torch.device("cuda", 0), 1, 1, 1)
     lora = LoraConfig(rank=8, alpha=64)
-    actor = policy_engine(model, place, OptimConfig(lr=1e-2), 8192, dtype="bfloat16", lora=lora)
-    rollout = VLLMEngine(model, RolloutConfig(gpu_memory_utilization=0.25), "bfloat16", 128, place.device, 8)
+    actor = policy_engine(model, rank_mesh, OptimConfig(lr=1e-2), 8192, dtype="bfloat16", lora=lora)
+    rollout = VLLMEngine(model, RolloutConfig(gpu_memory_utilization=0.25), "bfloat16", 128, rank_mesh.device, 8)
     rollout.sleep()
     sharding = ShardingManager(actor, rollout, "bfloat16", 0.3, 128, as_adapter=True)
     sharding.push(0)

@@ -7,11 +7,11 @@ import torch
 from support import LENGTHS, off_policy, policy_engine, rows_of, save_grouped_model, save_sharp_model, update_alone
 from torch import Tensor
 
-from rl_core.config.schema import EngineConfig, LoraConfig, OptimConfig
+from rl_core.config.schema import FSDPConfig, LoraConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.log_probs import LOGIT_CHUNK, ChunkedLogProbs
 from rl_core.training.engine import TrainEngine
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 OPTIM = OptimConfig(lr=1e-3, grad_clip=0.5)
@@ -26,19 +26,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def engine_of(
     model: Path,
-    place: Place,
-    config: EngineConfig | None = None,
+    rank_mesh: RankMesh,
+    config: FSDPConfig | None = None,
     dtype: str = "float32",
     lora: LoraConfig | None = None,
 ) -> TrainEngine:
-    return policy_engine(model, place, OPTIM, config=config, dtype=dtype, lora=lora)
+    return policy_engine(model, rank_mesh, OPTIM, config=config, dtype=dtype, lora=lora)
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in engine.full_parameters()}
 
 
-def test_bfloat16_log_probs_are_near_those_of_float32(model: Path, gpu: Place) -> None:
+def test_bfloat16_log_probs_are_near_those_of_float32(model: Path, gpu: RankMesh) -> None:
     """bfloat16 takes the varlen kernel over the packed row, float32 the padded view."""
     rows = rows_of(LENGTHS)
     exact, rounded = (engine_of(model, gpu, dtype=dtype).compute(rows, 0.7)[0] for dtype in ("float32", "bfloat16"))
@@ -46,7 +46,7 @@ def test_bfloat16_log_probs_are_near_those_of_float32(model: Path, gpu: Place) -
     assert 0 < difference.mean() < 0.03 and difference.max() < 0.3
 
 
-def test_a_neighbour_moves_nothing(model: Path, gpu: Place) -> None:
+def test_a_neighbour_moves_nothing(model: Path, gpu: RankMesh) -> None:
     engine = engine_of(model, gpu, dtype="bfloat16")
     rows = rows_of(LENGTHS)
     changed = rows[:]
@@ -60,26 +60,26 @@ def test_a_neighbour_moves_nothing(model: Path, gpu: Place) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        EngineConfig(compile=True),
-        EngineConfig(activation_checkpointing=True),
-        EngineConfig(compile=True, activation_checkpointing=True),
-        EngineConfig(offload="idle"),
-        EngineConfig(offload="always"),
+        FSDPConfig(compile=True),
+        FSDPConfig(activation_checkpointing=True),
+        FSDPConfig(compile=True, activation_checkpointing=True),
+        FSDPConfig(offload="idle"),
+        FSDPConfig(offload="always"),
     ],
     ids=["compile", "checkpointing", "compile+checkpointing", "idle", "always"],
 )
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
 def test_no_setting_changes_what_is_learned(
-    model: Path, gpu: Place, config: EngineConfig, lora: LoraConfig | None
+    model: Path, gpu: RankMesh, config: FSDPConfig, lora: LoraConfig | None
 ) -> None:
     outcomes = []
-    for each in (EngineConfig(), config):
+    for each in (FSDPConfig(), config):
         engine = engine_of(model, gpu, each, lora=lora)
         rows = off_policy(engine, rows_of(LENGTHS))
         metrics = []
         for _ in range(2):
             metrics.append(update_alone(engine, rows))
-            engine.park()
+            engine.offload()
         outcomes.append((metrics, weights(engine)))
     (wanted_metrics, wanted), (seen_metrics, seen) = outcomes
     for one, other in zip(seen_metrics, wanted_metrics, strict=True):
@@ -88,26 +88,26 @@ def test_no_setting_changes_what_is_learned(
         torch.testing.assert_close(seen[name], wanted[name], rtol=1e-3, atol=2e-4, msg=name)
 
 
-def test_what_is_offloaded_leaves_the_device(model: Path, gpu: Place) -> None:
-    engine = engine_of(model, gpu, EngineConfig(offload="idle"))
+def test_what_is_offloaded_leaves_the_device(model: Path, gpu: RankMesh) -> None:
+    engine = engine_of(model, gpu, FSDPConfig(offload="idle"))
     rows = off_policy(engine, rows_of(LENGTHS))
     update_alone(engine, rows)
     held = torch.cuda.memory_allocated()
-    engine.park()
+    engine.offload()
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     assert held - torch.cuda.memory_allocated() >= 3 * 4 * parameters  # weights and two moments in float32
     assert {p.device.type for p in engine.module.parameters()} == {"cpu"}
     update_alone(engine, rows)
     assert {p.device.type for p in engine.module.parameters()} == {"cuda"}
-    always = engine_of(model, gpu, EngineConfig(offload="always"))
+    always = engine_of(model, gpu, FSDPConfig(offload="always"))
     update_alone(always, rows)
     assert {p.device.type for p in always.module.parameters()} == {"cpu"}
-    reference = policy_engine(model, gpu, config=EngineConfig(reference_offload=True))
+    reference = policy_engine(model, gpu, config=FSDPConfig(reference_offload=True))
     assert {p.device.type for p in reference.module.parameters()} == {"cpu"}
     torch.testing.assert_close(reference.compute(rows, 1.0)[0], engine_of(model, gpu).compute(rows, 1.0)[0])
 
 
-def test_a_gradient_that_is_not_finite_is_left_out(model: Path, gpu: Place) -> None:
+def test_a_gradient_that_is_not_finite_is_left_out(model: Path, gpu: RankMesh) -> None:
     engine = engine_of(model, gpu)
     rows = off_policy(engine, rows_of(LENGTHS))
     update_alone(engine, rows)
@@ -136,7 +136,7 @@ def test_logits_of_all_tokens_never_exist(compiled: bool) -> None:
     assert peak < (2 if compiled else 8) * LOGIT_CHUNK * vocabulary * 4 < tokens * vocabulary * 4 / 2 + 1
 
 
-def test_memory_does_not_grow_over_steps(model: Path, gpu: Place) -> None:
+def test_memory_does_not_grow_over_steps(model: Path, gpu: RankMesh) -> None:
     engine = engine_of(model, gpu, dtype="bfloat16")
     rows = off_policy(engine, rows_of(LENGTHS))
     allocated, reserved = [], []

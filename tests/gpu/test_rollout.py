@@ -14,7 +14,7 @@ from rl_core.data.protocol import DataProto
 from rl_core.rollout.engine.protocol import RolloutEngine, Sampling
 from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.training.engine import TrainEngine
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 LENGTH, GB = 128, 1e9
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rollout(model: Path, gpu: Place) -> Iterator[RolloutEngine]:
+def rollout(model: Path, gpu: RankMesh) -> Iterator[RolloutEngine]:
     from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
     settings = RolloutConfig(gpu_memory_utilization=0.25, max_num_seqs=128)
@@ -64,7 +64,7 @@ def used() -> float:
 
 
 def test_fifty_steps_of_training_and_rollouts_need_no_more_memory(
-    model: Path, gpu: Place, rollout: RolloutEngine
+    model: Path, gpu: RankMesh, rollout: RolloutEngine
 ) -> None:
     """Training and rollouts of 0.49B parameters share a card of 80 GB: never more than that at once, never growing."""
     engine = policy_engine(model, gpu, OptimConfig(lr=1e-5), 8192, 50, dtype="bfloat16")
@@ -90,7 +90,7 @@ def test_fifty_steps_of_training_and_rollouts_need_no_more_memory(
     assert freed > 25, "the engine's memory is not given to training"
 
 
-def test_requests_that_are_interrupted_by_a_push_go_on(model: Path, gpu: Place, rollout: RolloutEngine) -> None:
+def test_requests_that_are_interrupted_by_a_push_go_on(model: Path, gpu: RankMesh, rollout: RolloutEngine) -> None:
     engine = policy_engine(model, gpu, dtype="bfloat16")
     ShardingManager(engine, rollout, "bfloat16", BAND, LENGTH).push(3)
     turns = complete(rollout, prompts(8).non_tensor_batch["prompt_ids"].tolist(), list(range(8)), SAMPLING)

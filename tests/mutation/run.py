@@ -111,8 +111,8 @@ BUGS = (
     Bug(
         "mask ignoring tool spans",
         "rl_core/training/losses.py",
-        'mask_BR, old_BR = on["response_mask"], on["old_log_probs"]',
-        'mask_BR, old_BR = (on["old_log_probs"] != 0).float(), on["old_log_probs"]',
+        'mask_BR, old_BR = tensors["response_mask"], tensors["old_log_probs"]',
+        'mask_BR, old_BR = (tensors["old_log_probs"] != 0).float(), tensors["old_log_probs"]',
         ("tests/cluster/test_training_workers.py::test_every_sampled_token_moves_the_gradient_and_no_other_does",),
     ),
 )

@@ -12,7 +12,7 @@ from rl_core.reports.transcripts import Transcript, spread, transcripts
 
 @pytest.fixture(scope="module")
 def four() -> dict[int, Transcript]:
-    return {each.place: each for each in transcripts(step_parquet(), 9, TOKENIZER, "here")}
+    return {each.position: each for each in transcripts(step_parquet(), 9, TOKENIZER, "here")}
 
 
 def test_turns_are_cut_where_the_policy_sampled_and_meet_their_calls(four: dict[int, Transcript]) -> None:

@@ -92,18 +92,18 @@ def test_what_scorers_print_is_limited(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_further_scorers_are_weighted_added_and_named() -> None:
     further = ("scorers_for_tests:lenient=0.5", "exact=-2")
-    results = scored_by(["1 2 3", "4"], [ROW, ROW], function="numeric", further=further)
+    results = scored_by(["1 2 3", "4"], [ROW, ROW], function="numeric", extra_functions=further)
     assert results == [
         RewardResult(1 + 0.5 - 2, "ok", named={"lenient": 1.0, "length": 5.0, "exact": 1.0}),
         RewardResult(0 + 0.5 + 0, "ok", named={"lenient": 1.0, "length": 1.0, "exact": 0.0}),
     ]
-    lost = scored(["raise", "fine"], "lenient", further=("scorers_for_tests:by_response=1",))
+    lost = scored(["raise", "fine"], "lenient", extra_functions=("scorers_for_tests:by_response=1",))
     assert [(result.score, result.status) for result in lost] == [(None, "error"), (1.5, "ok")]
     assert "by_response" in lost[0].detail and lost[1].named == {"length": 4.0, "by_response": 0.5}
 
 
 def test_a_trajectory_goes_to_the_scorers_that_take_one() -> None:
-    own = RewardConfig(function="scorers_for_tests:lenient", further=("scorers_for_tests:told=1",))
+    own = RewardConfig(function="scorers_for_tests:lenient", extra_functions=("scorers_for_tests:told=1",))
     assert RewardRunner(own).reads_trajectory(ROW)
     for other in ("scorers_for_tests:lenient", "scorers_for_tests:absent", "math", "exact", "builtins:max"):
         assert not RewardRunner(RewardConfig(function=other)).reads_trajectory(ROW)
@@ -273,14 +273,14 @@ def test_unknown_scorers_are_found_before_scoring() -> None:
     with pytest.raises(InputError, match="absent"):
         check_scorers(RewardConfig(function="scorers_for_tests:absent"), rows)
     with pytest.raises(InputError, match="did you mean exact") as error:
-        check_scorers(RewardConfig(function="exact", further=("exakt=1",)), {})
-    assert error.value.where == "reward.further"
+        check_scorers(RewardConfig(function="exact", extra_functions=("exakt=1",)), {})
+    assert error.value.where == "reward.extra_functions"
 
 
 def test_further_scorers_have_a_weight_and_a_name_of_their_own() -> None:
     for further, says in ((("exact",), "NAME=WEIGHT"), (("a:short=1", "b:short=1"), "different names")):
         with pytest.raises(ValidationError, match=says):
-            RewardConfig(further=further)
+            RewardConfig(extra_functions=further)
 
 
 def test_a_main_module_without_a_file_still_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_damage_is_named_and_an_older_checkpoint_is_used(
     damage(store, folder)
     assert store.verify(folder)[0].startswith(problem)
     had_manifest, told = store.exists(f"{folder}/manifest.json"), []
-    found = store.take_up("checkpoints", told.append)
+    found = store.latest_valid_step("checkpoints", told.append)
     assert found is not None and found[0] == 4 and found[1]["meta"] == {"step": 4}
     assert store.listdir("checkpoints") == [step_name(4)]
     if had_manifest:
@@ -171,14 +171,14 @@ def test_long_reads_are_progress(store: Store, tmp_path: Path, monkeypatch: pyte
 
 
 def test_steps_are_in_numeric_order_and_need_a_manifest(store: Store) -> None:
-    assert store.committed_steps("checkpoints") == [] and store.take_up("checkpoints") is None
+    assert store.committed_steps("checkpoints") == [] and store.latest_valid_step("checkpoints") is None
     for step in (1_000_000, 2, 999_999):
         checkpoint(store, step)
     store.write_bytes(f"{run_files.checkpoint(7)}/rank0.bin", b"cut short")
     store.write_bytes("checkpoints/notes/x", b"")
     assert store.committed_steps("checkpoints") == [2, 999_999, 1_000_000]
     assert store.child("checkpoints").committed_steps("") == [2, 999_999, 1_000_000]
-    found = store.take_up("checkpoints")
+    found = store.latest_valid_step("checkpoints")
     assert found is not None and found[0] == 1_000_000
     assert store.listdir("checkpoints") == ["notes", "step_000002", "step_1000000", "step_999999"]
     assert store.verify(run_files.checkpoint(2)) == []
@@ -187,12 +187,12 @@ def test_steps_are_in_numeric_order_and_need_a_manifest(store: Store) -> None:
 def test_retention_keeps_the_newest(store: Store) -> None:
     for step in (1, 2, 3, 10):
         checkpoint(store, step)
-    store.retain("checkpoints", keep=2, newest=10)
+    store.prune("checkpoints", keep=2, newest=10)
     assert store.listdir("checkpoints") == [step_name(3), step_name(10)]
     assert store.verify(run_files.checkpoint(3)) == []
-    store.retain("checkpoints", keep=5, newest=10)
+    store.prune("checkpoints", keep=5, newest=10)
     assert store.committed_steps("checkpoints") == [3, 10]
-    store.retain("checkpoints", keep=1, newest=3)
+    store.prune("checkpoints", keep=1, newest=3)
     assert store.committed_steps("checkpoints") == [3, 10], "what is newer than the step just committed stays"
 
 
@@ -214,7 +214,7 @@ def test_a_removal_that_is_cut_short_leaves_no_manifest(store: Store, monkeypatc
 
     monkeypatch.setattr(*(("shutil.rmtree", cut) if store.is_local else (store.fs, "_rm_file", cut_after_one)))
     with pytest.raises(TransientError):
-        store.retain("checkpoints", keep=1, newest=2)
+        store.prune("checkpoints", keep=1, newest=2)
     assert store.committed_steps("checkpoints") == [2]
     assert store.exists(f"{folder}/rank0.bin")
 
@@ -233,7 +233,7 @@ def test_a_second_client_sees_what_the_first_does(store: Store) -> None:
 def test_memory_urls_work() -> None:
     store = Store("memory://rollforward-test/a")
     checkpoint(store, 1)
-    found = Store(store.url).take_up("checkpoints")
+    found = Store(store.url).latest_valid_step("checkpoints")
     assert found is not None and found[0] == 1
     store.remove("checkpoints")
     assert store.committed_steps("checkpoints") == []
@@ -248,7 +248,7 @@ def test_storage_failures_are_never_taken_for_missing_files(s3: str, monkeypatch
 
     monkeypatch.setattr(store.fs, "_info", busy)
     with pytest.raises(TransientError, match="request rate"):
-        store.take_up("checkpoints")
+        store.latest_valid_step("checkpoints")
 
 
 def test_a_probe_leaves_nothing(store: Store) -> None:

@@ -12,7 +12,7 @@ from rl_core.errors import InputError, TrainingError, TransientError, WorkerErro
 from rl_core.storage import run_files
 from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Json, Store
-from rl_core.trainer.checkpoints import Commits
+from rl_core.trainer.checkpoints import Checkpointer
 from rl_core.trainer.failed_steps import failed_step, read_failure
 
 
@@ -59,8 +59,8 @@ def committed() -> list[int]:
 
 
 @pytest.fixture
-def commits(store: Store, roles: Files, committed: list[int]) -> Commits:
-    return Commits(store, roles, 2, committed.append)  # type: ignore[arg-type]
+def checkpointer(store: Store, roles: Files, committed: list[int]) -> Checkpointer:
+    return Checkpointer(store, roles, 2, committed.append)  # type: ignore[arg-type]
 
 
 def folder(step: int) -> str:
@@ -68,42 +68,42 @@ def folder(step: int) -> str:
 
 
 def test_a_step_is_committed_when_all_shards_are_written(
-    commits: Commits, roles: Files, store: Store, committed: list[int]
+    checkpointer: Checkpointer, roles: Files, store: Store, committed: list[int]
 ) -> None:
-    commits.begin(1, {"step": 1, "kl_coef": 0.5})
+    checkpointer.begin(1, {"step": 1, "kl_coef": 0.5})
     assert store.committed_steps(run_files.CHECKPOINTS) == committed == []
-    commits.finish()
+    checkpointer.finish()
     assert store.committed_steps(run_files.CHECKPOINTS) == committed == [1]
     manifest = store.read_manifest(folder(1))
     assert manifest and manifest["meta"] == {"step": 1, "kl_coef": 0.5}
     assert [file["path"] for file in manifest["files"]] == ["actor/first", "actor/second"]
-    commits.finish()
+    checkpointer.finish()
     assert roles.calls == [f"save {folder(1)}", "finish"] and committed == [1]
 
 
-def test_the_newest_are_kept(commits: Commits, store: Store) -> None:
+def test_the_newest_are_kept(checkpointer: Checkpointer, store: Store) -> None:
     for step in (1, 2, 3):
-        commits.begin(step, {})
+        checkpointer.begin(step, {})
         assert store.committed_steps(run_files.CHECKPOINTS) == [s for s in (1, 2, 3) if step - 3 < s < step]
-        commits.finish()
+        checkpointer.finish()
     assert store.listdir(run_files.CHECKPOINTS) == [step_name(2), step_name(3)]
 
 
 def test_a_failed_save_is_raised_and_commits_nothing(
-    commits: Commits, roles: Files, store: Store, committed: list[int]
+    checkpointer: Checkpointer, roles: Files, store: Store, committed: list[int]
 ) -> None:
     roles.failure = TransientError("the storage is gone")
-    commits.begin(1, {})
+    checkpointer.begin(1, {})
     with pytest.raises(TransientError, match="the storage is gone"):
-        commits.finish()
+        checkpointer.finish()
     assert store.committed_steps(run_files.CHECKPOINTS) == committed == []
 
 
-def test_what_a_crash_left_half_written_is_swept_away(commits: Commits, roles: Files, store: Store) -> None:
-    commits.begin(1, {"step": 1})
-    commits.finish()
-    commits.begin(2, {"step": 2})
-    after = Commits(store, roles, 2, lambda step: None)  # type: ignore[arg-type]
+def test_what_a_crash_left_half_written_is_swept_away(checkpointer: Checkpointer, roles: Files, store: Store) -> None:
+    checkpointer.begin(1, {"step": 1})
+    checkpointer.finish()
+    checkpointer.begin(2, {"step": 2})
+    after = Checkpointer(store, roles, 2, lambda step: None)  # type: ignore[arg-type]
     assert store.exists(f"{folder(2)}/actor/first")
     assert after.recover() == (1, {"step": 1})
     assert store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
@@ -111,23 +111,23 @@ def test_what_a_crash_left_half_written_is_swept_away(commits: Commits, roles: F
     assert roles.calls[-1] == f"load {folder(1)}"
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(commits: Commits, store: Store) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(checkpointer: Checkpointer, store: Store) -> None:
     for step in (1, 2):
-        commits.begin(step, {"step": step})
-        commits.finish()
+        checkpointer.begin(step, {"step": step})
+        checkpointer.finish()
     store.write_bytes(f"{folder(2)}/actor/second", b"other")
     told: list[str] = []
-    after = Commits(store, commits.roles, 2, lambda step: None, told.append)
+    after = Checkpointer(store, checkpointer.roles, 2, lambda step: None, told.append)
     assert after.recover() == (1, {"step": 1})
     assert store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
     assert told == [f"{store.url}/{folder(2)} is damaged and is not used: actor/second: wrong checksum"]
 
 
-def test_without_a_commit_everything_is_removed(commits: Commits, store: Store) -> None:
-    commits.begin(1, {})
-    assert commits.recover() is None
+def test_without_a_commit_everything_is_removed(checkpointer: Checkpointer, store: Store) -> None:
+    checkpointer.begin(1, {})
+    assert checkpointer.recover() is None
     assert store.listdir(run_files.CHECKPOINTS) == []
-    commits.finish()
+    checkpointer.finish()
     assert store.committed_steps(run_files.CHECKPOINTS) == []
 
 
@@ -137,13 +137,13 @@ def test_without_a_commit_everything_is_removed(commits: Commits, store: Store) 
     ids=["input", "training", "transient"],
 )
 def test_a_step_is_kept_at_an_error_unless_it_will_be_made_again(
-    commits: Commits, store: Store, error: Exception, steps: list[int]
+    checkpointer: Checkpointer, store: Store, error: Exception, steps: list[int]
 ) -> None:
-    commits.begin(1, {})
-    with commits.kept():
+    checkpointer.begin(1, {})
+    with checkpointer.kept():
         pass
     assert store.committed_steps(run_files.CHECKPOINTS) == []
-    with pytest.raises(type(error)) as raised, commits.kept():
+    with pytest.raises(type(error)) as raised, checkpointer.kept():
         raise error
     assert raised.value is error
     assert store.committed_steps(run_files.CHECKPOINTS) == steps
@@ -161,13 +161,13 @@ def batch() -> DataProto:
 
 @pytest.mark.parametrize("error", [WorkerError("it broke\n\ntraceback"), TransientError("it broke"), KeyError("no")])
 def test_what_a_failed_step_trained_on_is_kept_until_it_is_committed(
-    commits: Commits, store: Store, error: Exception
+    checkpointer: Checkpointer, store: Store, error: Exception
 ) -> None:
     metrics = {"reward/mean": 0.5}
-    with commits.replayable(2, batch(), metrics):
+    with checkpointer.replayable(2, batch(), metrics):
         pass
     assert failed_step(store, 0) is None
-    with pytest.raises(type(error)) as raised, commits.replayable(2, batch(), metrics):
+    with pytest.raises(type(error)) as raised, checkpointer.replayable(2, batch(), metrics):
         metrics["actor/first_loss"] = 0.25
         raise error
     assert raised.value is error
@@ -176,44 +176,44 @@ def test_what_a_failed_step_trained_on_is_kept_until_it_is_committed(
     assert failed_step(store, 1) == 2 and failed_step(store, 2) is None
     for step in (1, 2):
         assert len(store.listdir("failed")) == 2
-        commits.begin(step, {})
-        commits.finish()
+        checkpointer.begin(step, {})
+        checkpointer.finish()
     assert store.listdir("failed") == [] and read_failure(store, 2) is None
 
 
-def test_storage_that_fails_hides_no_error(commits: Commits, tmp_path: Path) -> None:
+def test_storage_that_fails_hides_no_error(checkpointer: Checkpointer, tmp_path: Path) -> None:
     (tmp_path / "failed").write_text("no folder")
-    with pytest.raises(TrainingError, match="not finite"), commits.replayable(1, batch(), {}):
+    with pytest.raises(TrainingError, match="not finite"), checkpointer.replayable(1, batch(), {}):
         raise TrainingError("not finite")
 
 
 def test_what_is_written_is_rescued_without_asking_the_roles(
-    commits: Commits, roles: Files, store: Store, committed: list[int]
+    checkpointer: Checkpointer, roles: Files, store: Store, committed: list[int]
 ) -> None:
-    commits.rescue(0, 0.0)
-    commits.begin(1, {"kl_coef": 0.5})
+    checkpointer.rescue(0, 0.0)
+    checkpointer.begin(1, {"kl_coef": 0.5})
     start = time.monotonic()
-    commits.rescue(1, 0.3)  # half written
+    checkpointer.rescue(1, 0.3)  # half written
     assert committed == [] and 0.3 <= time.monotonic() - start < 3
     threading.Timer(0.2, store.write_bytes, (f"{folder(1)}/actor/second", b"whole")).start()
-    commits.rescue(0, 20.0)  # the record of step 1 is not written
+    checkpointer.rescue(0, 20.0)  # the record of step 1 is not written
     assert committed == []
-    commits.rescue(1, 20.0)
+    checkpointer.rescue(1, 20.0)
     assert committed == store.committed_steps(run_files.CHECKPOINTS) == [1] and roles.calls == [f"save {folder(1)}"]
-    commits.rescue(1, 0.0)
-    commits.finish()
+    checkpointer.rescue(1, 0.0)
+    checkpointer.finish()
     assert committed == [1]
 
 
 def test_a_rescue_that_fails_is_only_told(
-    commits: Commits, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpointer: Checkpointer, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    commits.begin(1, {})
+    checkpointer.begin(1, {})
     store.write_bytes(f"{folder(1)}/actor/second", b"whole")
 
     def fails(*_: object) -> None:
         raise TransientError("storage is gone")
 
     monkeypatch.setattr(store, "commit_folder", fails)
-    commits.rescue(1, 0.0)
+    checkpointer.rescue(1, 0.0)
     assert caplog.messages == ["step 1 is not committed: storage is gone"]

@@ -132,7 +132,7 @@ def test_an_engine_that_dies_in_the_middle_changes_nothing(bench: Bench, colocat
     trainer, _ = bench.start("died")
     pids = [ray.get(engine.group.workers[0].__ray_call__.remote(lambda host: os.getpid())) for engine in pool._engines]
     trainer.fit(1)
-    trainer.upcoming.begin(2)
+    trainer.queue.begin(2)
     os.kill(pids[0], signal.SIGKILL)
     trainer.fit(STEPS)
     assert records(bench.store("died")) == records(colocated)

@@ -18,7 +18,7 @@ from rl_core.rewards.worker import RewardResult, failure
 from rl_core.rollout.engine.protocol import Completion
 from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.trainer.metrics import Phases
-from rl_core.trainer.rollout_queue import Upcoming
+from rl_core.trainer.rollout_queue import RolloutQueue
 from rl_core.trainer.sampler import Sampler
 
 TOKENIZER = build_tokenizer()
@@ -88,8 +88,8 @@ def sampler(scorer: Scorer, actor: Actor | None = None, **sections: dict[str, ob
     actor = actor or Actor()
     actor.scorer = scorer
     roles = SimpleNamespace(rollout=actor, model_scores=None)
-    upcoming = Upcoming(config, RLHFDataset(ROWS, TOKENIZER), loader, roles)  # type: ignore[arg-type]
-    return Sampler(config, upcoming, TOKENIZER)
+    queue = RolloutQueue(config, RLHFDataset(ROWS, TOKENIZER), loader, roles)  # type: ignore[arg-type]
+    return Sampler(config, queue, TOKENIZER)
 
 
 def order_of(made: Sampler) -> list[int]:
@@ -111,7 +111,7 @@ def test_without_dynamic_sampling_the_next_prompts_are_the_batch() -> None:
     batch, metrics = made.batch(1, Phases())
     first = order_of(made)[:2]
     assert rows_in(batch) == [first[0]] * N + [first[1]] * N and metrics == {}
-    assert actor.temperatures == [0.7] and actor.sleeps == 1 and made.upcoming.loader.state_dict()["positions"] == [2]
+    assert actor.temperatures == [0.7] and actor.sleeps == 1 and made.queue.loader.state_dict()["positions"] == [2]
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0] * 6
 
 
@@ -127,7 +127,7 @@ def test_groups_of_equal_scores_are_dropped_and_refilled() -> None:
     assert metrics == {"sampling/generated_batches": 3.0, "sampling/useful_share": 1.0}
     kept = batch.batch["token_level_scores"].sum(-1)
     assert score == pytest.approx((4 * N + kept.sum().item()) / (6 * N))
-    assert made.upcoming.loader.state_dict()["positions"] == [6], "the loader stands behind all prompts that were used"
+    assert made.queue.loader.state_dict()["positions"] == [6], "the loader stands behind all prompts that were used"
     assert len(set(actor.seeds)) == 3 * 2 * N, "a refill repeats another one's random numbers"
     uid = batch.non_tensor_batch["uid"].tolist()
     assert [len(set(uid[k : k + N])) for k in (0, N)] == [1, 1] and len(set(uid)) == 2

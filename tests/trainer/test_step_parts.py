@@ -136,7 +136,7 @@ def test_the_bounded_share_counts_what_was_cut_before_weights_are_normalised() -
     batch = score(rolled_out(run), [1.0] * 12, run)
     old_BR = batch.batch["rollout_log_probs"] + torch.log(torch.tensor(1.5)) * batch.batch["response_mask"]
     old_BR[0, 0] += 1.0  # a ratio of 4, cut to 2; the mean is above 1
-    batch = batch.union(DataProto({"old_log_probs": old_BR}, {}, {}))
+    batch = batch.union(DataProto({"old_log_probs": old_BR}))
     _, metrics = apply_rollout_correction(batch, run.correction)
     assert metrics["correction/bounded_share"] == pytest.approx(1 / batch.batch["response_mask"].sum().item())
 
@@ -199,7 +199,7 @@ def test_the_balanced_order_keeps_mini_batches_within_the_shares(
 ) -> None:
     """A share is that of a data-parallel group, which `sharing` ranks form together."""
     engine = {"sequence_parallel_size": sharing}
-    sections = {"actor": {"mini_batch_size": mini}, "trainer": {"ranks_per_node": world * sharing}, "engine": engine}
+    sections = {"actor": {"mini_batch_size": mini}, "trainer": {"ranks_per_node": world * sharing}, "fsdp": engine}
     run = config(rollout={"n": 12}, **sections)
     tensors = {"prompt_length": torch.tensor(lengths), "response_length": torch.full((48,), 2)}
     order = balanced_order(DataProto(tensors), run)

@@ -203,7 +203,7 @@ def test_a_rank_that_is_stopped_costs_no_step_that_is_finished(bench: Bench, und
     with pytest.raises(Stalled, match=r"generate_sequences on rank\(s\) \[0\].*\n.*is stopped by a signal"):
         trainer.fit(STEPS)
     assert store.committed_steps(run_files.CHECKPOINTS) == [] and events == ["rollouts 1", "step 1"]
-    trainer.commits.rescue(trainer.step, 0.0)
+    trainer.checkpointer.rescue(trainer.step, 0.0)
     assert store.committed_steps(run_files.CHECKPOINTS) == [1] and events == ["rollouts 1", "step 1", "commit 1"]
     assert shards(store, 1) == shards(bench.store("undisturbed"), 1)
     process = psutil.Process(actor.ranks[0].pid)

@@ -13,7 +13,7 @@ from rl_core.errors import InputError
 from rl_core.models.load import load_tokenizer, stop_tokens
 from rl_core.models.tiny import save_tiny_model
 from rl_core.rollout.agent.agent_loop import roll_out
-from rl_core.rollout.agent.responders import ToolPartners, chat_template
+from rl_core.rollout.agent.responders import ToolResponders, chat_template
 from rl_core.rollout.agent.tool_runner import tool_schemas
 from rl_core.rollout.engine.protocol import Completion, Sampling
 from rl_core.storage.store import Store
@@ -88,13 +88,13 @@ def test_a_reference_conversation_is_what_the_agent_loop_makes_of_its_turns(mode
     rows = DataProto.from_dict({}, {"prompt_ids": [prompt(model)], "seed": [0]})
 
     async def run() -> DataProto:
-        partners = ToolPartners(config, model)
-        await partners.start()
+        responders = ToolResponders(config, model)
+        await responders.start()
         try:
-            sampling = Sampling(1.0, config.data.max_response_length, partners.stop_token_ids)
-            return await roll_out(engine, rows, sampling, config.agent, partners)  # type: ignore[arg-type]
+            sampling = Sampling(1.0, config.data.max_response_length, responders.stop_token_ids)
+            return await roll_out(engine, rows, sampling, config.agent, responders)  # type: ignore[arg-type]
         finally:
-            await partners.runner.close()
+            await responders.runner.close()
 
     rolled = asyncio.run(run()).batch
     assert rolled["turns"].tolist() == [2]

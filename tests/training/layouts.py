@@ -25,7 +25,7 @@ from rl_core.errors import RollforwardError
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine, save_engine
 from rl_core.training.engine import TrainEngine
-from rl_core.training.mesh import make_place
+from rl_core.training.mesh import make_rank_mesh
 from rl_core.training.packing import split_by_tokens
 
 # Ranks of the world, and over how many of them the weights are sharded.
@@ -39,14 +39,14 @@ class Rank:
     """One rank of a world, with its share of the rows."""
 
     def __init__(self, model: Path, folder: Path, layout: str) -> None:
-        self.place = make_place(torch.device("cpu"), *LAYOUTS[layout], sequence_parallel_size=1)
+        self.rank_mesh = make_rank_mesh(torch.device("cpu"), *LAYOUTS[layout], sequence_parallel_size=1)
         self.model, self.folder, self.layout = model, folder, layout
         self.store, self.rank = Store(str(folder)), dist.get_rank()
         mine = rows_of(LENGTHS).chunk(dist.get_world_size())[self.rank]
-        self.rows: DataProto = off_policy(policy_engine(model, self.place), mine)
+        self.rows: DataProto = off_policy(policy_engine(model, self.rank_mesh), mine)
 
     def engine(self) -> TrainEngine:
-        return policy_engine(self.model, self.place, OPTIM, 21)
+        return policy_engine(self.model, self.rank_mesh, OPTIM, 21)
 
     def update(self, engine: TrainEngine) -> None:
         counts = torch.tensor([self.rows.batch["response_mask"].sum(), float(len(self.rows))])
@@ -120,7 +120,7 @@ def refuse(rank: Rank) -> None:
     lengths = [[7, 6, 5, 4], [3, 2, 4, 1]][rank.rank]
     rank.report(parts=len(split_by_tokens(lengths, 11)), oversized=_error(lambda: split_by_tokens(lengths, 6)))
     rows = rows_of([(2, 3), (2, 3)] if rank.rank == 0 else [(2, 3), (12, 8)])
-    engine = policy_engine(rank.model, rank.place, OPTIM, 16)
+    engine = policy_engine(rank.model, rank.rank_mesh, OPTIM, 16)
     rank.report(refused=_error(lambda: update(engine, off_policy(engine, rows), 1.0, 1.0, CONFIG)))
     (rank.folder / "a_file").touch()
     store = Store(str(rank.folder / ("unwritable" if rank.rank == 0 else "a_file/unwritable")))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from support import off_policy, policy_engine, rows_of, update, weights_of
 
-from rl_core.config.schema import ActorConfig, EngineConfig, OptimConfig
-from rl_core.training.mesh import Place, make_place
+from rl_core.config.schema import ActorConfig, FSDPConfig, OptimConfig
+from rl_core.training.mesh import RankMesh, make_rank_mesh
 
 LENGTHS = [(9, 8), (12, 8), (10, 7), (11, 8), (3, 1), (2, 4), (4, 2), (3, 3)]
 # Several micro-batches, none of a length that divides by 4.
@@ -23,12 +23,12 @@ MODELS = ("qwen3", "llama")
 
 
 def take_step(
-    model: Path, place: Place, parts: int, part: int, dtype: str, checkpointing: bool
+    model: Path, rank_mesh: RankMesh, parts: int, part: int, dtype: str, checkpointing: bool
 ) -> dict[str, torch.Tensor]:
     """Metrics, weights, moments (`exp_avg` is the gradient) and log-probs of a step of this rank's part of the rows."""
     optim = OptimConfig(lr=1e-3, grad_clip=0.5, weight_decay=0.1)
-    config = EngineConfig(activation_checkpointing=checkpointing)
-    engine = policy_engine(model, place, optim, MAX_TOKENS, config=config, dtype=dtype)
+    config = FSDPConfig(activation_checkpointing=checkpointing)
+    engine = policy_engine(model, rank_mesh, optim, MAX_TOKENS, config=config, dtype=dtype)
     whole = rows_of(LENGTHS)
     rows = off_policy(engine, whole.chunk(parts)[part])
     tokens = whole.batch["response_mask"].sum().item()
@@ -47,9 +47,9 @@ def main(rank: int, world_size: int, kind: str, dtype: str, folder: Path, meshes
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     for name in meshes:
         shard_size, sharing = map(int, name.split(","))
-        place = make_place(device, world_size, shard_size, sharing)
+        rank_mesh = make_rank_mesh(device, world_size, shard_size, sharing)
         for model in MODELS:
-            outcome = take_step(folder / model, place, world_size // sharing, rank // sharing, dtype, sharing > 1)
+            outcome = take_step(folder / model, rank_mesh, world_size // sharing, rank // sharing, dtype, sharing > 1)
             if rank == 0:
                 tensors = {key: value.contiguous().cpu() for key, value in outcome.items()}
                 save_file(tensors, folder / f"{model}-{shard_size}-{sharing}.safetensors")

@@ -17,7 +17,7 @@ from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.storage.store import Store
 from rl_core.training import checkpoint
 from rl_core.training.checkpoint import FILES, export_model, load_engine
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="linear", warmup_steps=1, weight_decay=0.1)
 
@@ -28,14 +28,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, place: Place, store: Store, steps: int) -> None:
-    engine = policy_engine(tiny_model, place, OPTIM)
+def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, rank_mesh: RankMesh, store: Store, steps: int) -> None:
+    engine = policy_engine(tiny_model, rank_mesh, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     for _ in range(steps):
         update_alone(engine, rows)
     save(engine, store, "step")
     metrics = [update_alone(engine, rows) for _ in range(2)]
-    resumed = policy_engine(tiny_model, place, OPTIM)
+    resumed = policy_engine(tiny_model, rank_mesh, OPTIM)
     load_engine(resumed, store, "step")
     assert resumed.updates == steps
     assert [update_alone(resumed, rows) for _ in range(2)] == metrics
@@ -43,8 +43,8 @@ def test_a_fresh_engine_continues_bit_for_bit(tiny_model: Path, place: Place, st
     assert all(torch.equal(seen[name], wanted[name]) for name in wanted)
 
 
-def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, place: Place, tmp_path: Path) -> None:
-    engine = policy_engine(tiny_model, place, OPTIM)
+def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, rank_mesh: RankMesh, tmp_path: Path) -> None:
+    engine = policy_engine(tiny_model, rank_mesh, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     save(engine, Store(str(tmp_path)), "start")
     first = update_alone(engine, rows), weights_of(engine)
@@ -56,7 +56,7 @@ def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, place: Place, tm
 
 
 def test_the_list_of_files_comes_when_all_shards_are_there(
-    tiny_model: Path, place: Place, store: Store, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, rank_mesh: RankMesh, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit may rely on it when ranks no longer answer."""
     listed, there = f"step/{FILES}", []
@@ -64,7 +64,7 @@ def test_the_list_of_files_comes_when_all_shards_are_there(
     monkeypatch.setattr(
         dist, "gather_object", lambda *args, **kw: there.append(store.exists(listed)) or gather(*args, **kw)
     )
-    save(policy_engine(tiny_model, place, OPTIM), store, "step")
+    save(policy_engine(tiny_model, rank_mesh, OPTIM), store, "step")
     names = [file["path"].rpartition("/")[2] for file in store.read_json(listed)]
     assert there and not any(there) and {*names, FILES} == {*store.listdir("step")}
 
@@ -83,9 +83,9 @@ def test_an_archive_that_is_cut_is_a_full_disk_or_worth_a_retry(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_is_an_ordinary_folder(
-    tiny_model: Path, place: Place, store: Store, tmp_path: Path, dtype: str
+    tiny_model: Path, rank_mesh: RankMesh, store: Store, tmp_path: Path, dtype: str
 ) -> None:
-    engine = policy_engine(tiny_model, place, OPTIM)
+    engine = policy_engine(tiny_model, rank_mesh, OPTIM)
     rows = off_policy(engine, rows_of(LENGTHS))
     update_alone(engine, rows)
     update_alone(engine, rows)
@@ -119,9 +119,9 @@ def with_extras(model: Path, folder: Path) -> Path:
     return folder
 
 
-def test_what_lies_beside_the_weights_goes_along(tiny_model: Path, place: Place, tmp_path: Path) -> None:
+def test_what_lies_beside_the_weights_goes_along(tiny_model: Path, rank_mesh: RankMesh, tmp_path: Path) -> None:
     source = with_extras(tiny_model, tmp_path / "source")
-    engine = policy_engine(source, place)
+    engine = policy_engine(source, rank_mesh)
     export_model(engine, "float32", source, Store(str(tmp_path)), "export")
     export = tmp_path / "export"
     kept = ["chat_template.jinja", "special_tokens_map.json", "additional_chat_templates/tool_use.jinja"]
@@ -136,11 +136,13 @@ def test_what_lies_beside_the_weights_goes_along(tiny_model: Path, place: Place,
     assert stop_tokens(export) == (2, 5)
 
 
-def test_a_generation_config_that_only_the_model_has_goes_along(tiny_model: Path, place: Place, tmp_path: Path) -> None:
+def test_a_generation_config_that_only_the_model_has_goes_along(
+    tiny_model: Path, rank_mesh: RankMesh, tmp_path: Path
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_model, source)
     (source / "generation_config.json").unlink()
-    engine = policy_engine(source, place)
+    engine = policy_engine(source, rank_mesh)
     engine.model.generation_config = GenerationConfig(eos_token_id=[2, 7], do_sample=True, temperature=0.8)
     export_model(engine, "float32", source, Store(str(tmp_path)), "export")
     generation = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from rl_core.config.schema import EngineConfig, LoraConfig, OptimConfig
+from rl_core.config.schema import FSDPConfig, LoraConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
 from rl_core.models.load import empty_causal_lm
@@ -28,27 +28,27 @@ from rl_core.models.lora import adapters_off, add_adapters
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import export_model, load_engine
 from rl_core.training.engine import TrainEngine
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 OPTIM = OptimConfig(lr=3e-2, grad_clip=1e9)
 LORA = LoraConfig(rank=4, alpha=8)
 
 
-def adapted(model: Path, place: Place, lora: LoraConfig = LORA, **more: EngineConfig) -> TrainEngine:
-    return policy_engine(model, place, OPTIM, lora=lora, **more)  # type: ignore[arg-type]
+def adapted(model: Path, rank_mesh: RankMesh, lora: LoraConfig = LORA, **more: FSDPConfig) -> TrainEngine:
+    return policy_engine(model, rank_mesh, OPTIM, lora=lora, **more)  # type: ignore[arg-type]
 
 
-def trained(model: Path, place: Place, lora: LoraConfig = LORA) -> tuple[TrainEngine, DataProto]:
+def trained(model: Path, rank_mesh: RankMesh, lora: LoraConfig = LORA) -> tuple[TrainEngine, DataProto]:
     """An engine whose adapters clearly act, and rows."""
-    engine = adapted(model, place, lora)
+    engine = adapted(model, rank_mesh, lora)
     rows = off_policy(engine, rows_of(LENGTHS))
     update_alone(engine, rows)
     update_alone(engine, rows)
     return engine, rows
 
 
-def test_only_adapters_change(tiny_model: Path, place: Place) -> None:
-    engine = adapted(tiny_model, place)
+def test_only_adapters_change(tiny_model: Path, rank_mesh: RankMesh) -> None:
+    engine = adapted(tiny_model, rank_mesh)
     start = {name: tensor.clone() for name, tensor in engine.adapter_parameters()}
     rows = off_policy(engine, rows_of(LENGTHS))
     update_alone(engine, rows)
@@ -61,9 +61,9 @@ def test_only_adapters_change(tiny_model: Path, place: Place) -> None:
     assert all(tensor.grad is None for name, tensor in engine.module.named_parameters() if "lora_" not in name)
 
 
-def test_training_starts_at_the_base_and_the_reference_stays_there(tiny_model: Path, place: Place) -> None:
-    engine, rows = adapted(tiny_model, place), rows_of(LENGTHS)
-    wanted = policy_engine(tiny_model, place).compute(rows, 0.7)[0]
+def test_training_starts_at_the_base_and_the_reference_stays_there(tiny_model: Path, rank_mesh: RankMesh) -> None:
+    engine, rows = adapted(tiny_model, rank_mesh), rows_of(LENGTHS)
+    wanted = policy_engine(tiny_model, rank_mesh).compute(rows, 0.7)[0]
     # The reference comes first: that it was off when the weights were first gathered must not stop training.
     with adapters_off(engine.model):
         assert torch.equal(engine.compute(rows, 0.7)[0], wanted)
@@ -77,17 +77,17 @@ def test_training_starts_at_the_base_and_the_reference_stays_there(tiny_model: P
     assert (engine.compute(rows, 0.7)[0] - wanted).abs().max() > 0.1
 
 
-def test_on_policy_the_kl_is_zero(tiny_model: Path, place: Place) -> None:
-    engine, rows = trained(tiny_model, place)
+def test_on_policy_the_kl_is_zero(tiny_model: Path, rank_mesh: RankMesh) -> None:
+    engine, rows = trained(tiny_model, rank_mesh)
     rows.batch["old_log_probs"] = engine.compute(rows, 1.0)[0]
     metrics = update_alone(engine, rows)
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6) and metrics["clip_frac"] == 0
 
 
-def test_recomputed_layers_give_the_same_gradient(tiny_model: Path, place: Place) -> None:
+def test_recomputed_layers_give_the_same_gradient(tiny_model: Path, rank_mesh: RankMesh) -> None:
     moments = []
-    for config in (EngineConfig(), EngineConfig(activation_checkpointing=True)):
-        engine = adapted(tiny_model, place, config=config)
+    for config in (FSDPConfig(), FSDPConfig(activation_checkpointing=True)):
+        engine = adapted(tiny_model, rank_mesh, config=config)
         rows = off_policy(engine, rows_of(LENGTHS))
         update_alone(engine, rows)
         moments.append(weights_of(engine))
@@ -96,8 +96,10 @@ def test_recomputed_layers_give_the_same_gradient(tiny_model: Path, place: Place
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("all-linear",)])
-def test_export_merged_and_as_adapter(tiny_model: Path, place: Place, tmp_path: Path, targets: tuple[str, ...]) -> None:
-    engine, rows = trained(tiny_model, place, LoraConfig(rank=4, alpha=8, target_modules=targets))
+def test_export_merged_and_as_adapter(
+    tiny_model: Path, rank_mesh: RankMesh, tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    engine, rows = trained(tiny_model, rank_mesh, LoraConfig(rank=4, alpha=8, target_modules=targets))
     export_model(engine, "float32", tiny_model, Store(str(tmp_path)), "export")
     seen_BR = engine.compute(rows, 1.0)[0]
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
@@ -125,25 +127,25 @@ def engine_names(folder: Path) -> list[str]:
         return list(file.keys())
 
 
-def test_training_goes_on_from_an_export(tiny_model: Path, place: Place, tmp_path: Path) -> None:
-    engine, rows = trained(tiny_model, place)
+def test_training_goes_on_from_an_export(tiny_model: Path, rank_mesh: RankMesh, tmp_path: Path) -> None:
+    engine, rows = trained(tiny_model, rank_mesh)
     export_model(engine, "float32", tiny_model, Store(str(tmp_path)), "export")
-    again = adapted(tmp_path / "export", place)
+    again = adapted(tmp_path / "export", rank_mesh)
     torch.testing.assert_close(again.compute(rows, 1.0)[0], engine.compute(rows, 1.0)[0], rtol=0, atol=1e-5)
     export_model(again, "float32", tmp_path / "export", Store(str(tmp_path)), "second")
     assert (tmp_path / "second/tokenizer.json").is_file()
 
 
 def test_a_fresh_engine_continues_a_checkpoint_of_adapters_bit_for_bit(
-    tiny_model: Path, place: Place, tmp_path: Path
+    tiny_model: Path, rank_mesh: RankMesh, tmp_path: Path
 ) -> None:
-    engine, rows = trained(tiny_model, place)
+    engine, rows = trained(tiny_model, rank_mesh)
     store = Store(str(tmp_path))
     save(engine, store, "step")
     kept = FileSystemReader(tmp_path / "step").read_metadata().state_dict_metadata
     assert len(kept) == 1 + 3 * 14 and all(name == "counts" or ".lora_" in name for name in kept)
     metrics = update_alone(engine, rows)
-    resumed = policy_engine(tiny_model, place, OPTIM, lora=LORA)
+    resumed = policy_engine(tiny_model, rank_mesh, OPTIM, lora=LORA)
     load_engine(resumed, store, "step")
     assert resumed.updates == 2 and update_alone(resumed, rows) == metrics
     wanted, seen = weights_of(engine), weights_of(resumed)
@@ -159,12 +161,12 @@ def test_targets_that_are_no_linear_layers_are_refused(tiny_model: Path, targets
     assert caught.value.seen == (targets[-1] if targets else "none")
 
 
-def test_the_seed_draws_the_adapters(tiny_model: Path, place: Place) -> None:
+def test_the_seed_draws_the_adapters(tiny_model: Path, rank_mesh: RankMesh) -> None:
     def drawn(seed: int) -> dict[str, Tensor]:
         from rl_core.models.load import PolicyModel
 
         policy = PolicyModel(add_adapters(empty_causal_lm(tiny_model), LORA))
-        engine = TrainEngine(policy, tiny_model, place, EngineConfig(), "float32", None, 0, 4096, seed)
+        engine = TrainEngine(policy, tiny_model, rank_mesh, FSDPConfig(), "float32", None, 0, 4096, seed)
         return dict(engine.adapter_parameters())
 
     first, same, other = drawn(1), drawn(1), drawn(2)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from support import distance, save_grouped_model, save_sharp_model, start_ranks
 from torch import Tensor
 
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 sys.path.append(str(Path(__file__).parent))
 from meshes import LENGTHS, MODELS, take_step  # noqa: E402
@@ -19,13 +19,13 @@ MESHES = ["4,1", "2,1", "1,1", "4,2", "2,2", "4,4"]
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory, place: Place) -> dict[str, dict[str, Tensor]]:
+def outcome(tmp_path_factory: pytest.TempPathFactory, rank_mesh: RankMesh) -> dict[str, dict[str, Tensor]]:
     """What came out, by `model-shard_size-sequence_parallel_size`, and by `model` for a rank that is alone."""
     folder = tmp_path_factory.mktemp("meshes")
     save_sharp_model(folder / "qwen3", heads=4)
     save_grouped_model(folder / "llama")
     start_ranks(Path(__file__).parent / "meshes.py", 4, "cpu", "float32", folder, *MESHES)
-    alone = {model: take_step(folder / model, place, 1, 0, "float32", False) for model in MODELS}
+    alone = {model: take_step(folder / model, rank_mesh, 1, 0, "float32", False) for model in MODELS}
     return {file.stem: load_file(file) for file in folder.glob("*.safetensors")} | alone
 
 

@@ -17,7 +17,7 @@ from rl_core.errors import InputError
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine
 from rl_core.training.engine import TrainEngine
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 from rl_core.training.shards import METADATA
 
 
@@ -32,8 +32,8 @@ class Planted:
 
 
 @pytest.fixture
-def engine(tiny_model: Path, place: Place) -> TrainEngine:
-    return policy_engine(tiny_model, place, OptimConfig())
+def engine(tiny_model: Path, rank_mesh: RankMesh) -> TrainEngine:
+    return policy_engine(tiny_model, rank_mesh, OptimConfig())
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def saved(engine: TrainEngine, tmp_path: Path) -> Path:
 
 
 def refused(engine: TrainEngine, folder: Path, words: str) -> None:
-    """Commits the folder as it is, and sees that it is not loaded."""
+    """Checkpointer the folder as it is, and sees that it is not loaded."""
     store = Store(str(folder.parents[1]))
     store.commit_folder("step", {})
     assert store.verify("step") == []
@@ -74,13 +74,13 @@ def test_an_object_instead_of_a_tensor_is_not_unpickled(engine: TrainEngine, sav
     table: Metadata = FileSystemReader(saved).read_metadata()
     (index,) = [index for index in table.storage_data if index.fqn == "counts"]
     table.state_dict_metadata["counts"] = BytesStorageMetadata()
-    place = table.storage_data.pop(index)
-    table.storage_data[type(index)("counts")] = place
-    shard = saved / place.relative_path
+    rank_mesh = table.storage_data.pop(index)
+    table.storage_data[type(index)("counts")] = rank_mesh
+    shard = saved / rank_mesh.relative_path
     start = shard.stat().st_size
     with shard.open("ab") as file:
         torch.save(Planted(tmp_path / "ran"), file)
-    place.offset, place.length = start, shard.stat().st_size - start
+    rank_mesh.offset, rank_mesh.length = start, shard.stat().st_size - start
     (saved / METADATA).write_bytes(pickle.dumps(table))
     dcp.load(engine.state(), checkpoint_id=saved)
     assert (tmp_path / "ran").exists(), "torch alone does not run it either"

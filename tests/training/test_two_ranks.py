@@ -24,7 +24,7 @@ from torch import Tensor
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine
 from rl_core.training.engine import TrainEngine
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 sys.path.append(str(Path(__file__).parent))
 from two_ranks import CONFIG, LORA, MAX_TOKENS, OPTIM  # noqa: E402
@@ -35,8 +35,8 @@ HERE = Path(__file__).parent
 class Alone:
     """A world of one rank on the same rows."""
 
-    def __init__(self, model: Path, place: Place) -> None:
-        self.engine: TrainEngine = policy_engine(model, place, OPTIM, MAX_TOKENS)
+    def __init__(self, model: Path, rank_mesh: RankMesh) -> None:
+        self.engine: TrainEngine = policy_engine(model, rank_mesh, OPTIM, MAX_TOKENS)
         self.rows = off_policy(self.engine, rows_of(LENGTHS))
 
     def update(self) -> dict[str, float]:
@@ -47,9 +47,9 @@ class Alone:
 class Outcome:
     """What both worlds came to: a folder with the two ranks' files, and the lone rank's results in memory."""
 
-    def __init__(self, folder: Path, model: Path, place: Place) -> None:
+    def __init__(self, folder: Path, model: Path, rank_mesh: RankMesh) -> None:
         self.folder, self.store = folder, Store(str(folder))
-        alone = Alone(model, place)
+        alone = Alone(model, rank_mesh)
         self.metrics, self.first = alone.update(), weights_of(alone.engine)
         save(alone.engine, self.store, "alone")
         alone.update()
@@ -61,12 +61,12 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, place: Place) -> Outcome:
-    return Outcome(tmp_path_factory.mktemp("ranks"), tiny_model, place)
+def outcome(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rank_mesh: RankMesh) -> Outcome:
+    return Outcome(tmp_path_factory.mktemp("ranks"), tiny_model, rank_mesh)
 
 
-def test_each_rank_holds_half_of_the_weights(outcome: Outcome, tiny_model: Path, place: Place) -> None:
-    whole = sum(parameter.numel() for parameter in policy_engine(tiny_model, place).module.parameters())
+def test_each_rank_holds_half_of_the_weights(outcome: Outcome, tiny_model: Path, rank_mesh: RankMesh) -> None:
+    whole = sum(parameter.numel() for parameter in policy_engine(tiny_model, rank_mesh).module.parameters())
     assert whole / 2 <= outcome.read("metrics")["local"].item() < 0.51 * whole
 
 
@@ -88,8 +88,8 @@ def test_two_ranks_continue_the_checkpoint_of_one(outcome: Outcome) -> None:
     assert distance(resumed, outcome.second, "exp_avg.") < 1e-4
 
 
-def test_one_rank_continues_the_checkpoint_of_two(outcome: Outcome, tiny_model: Path, place: Place) -> None:
-    alone, first, second = Alone(tiny_model, place), outcome.read("first"), outcome.read("second")
+def test_one_rank_continues_the_checkpoint_of_two(outcome: Outcome, tiny_model: Path, rank_mesh: RankMesh) -> None:
+    alone, first, second = Alone(tiny_model, rank_mesh), outcome.read("first"), outcome.read("second")
     load_engine(alone.engine, outcome.store, "together")
     loaded = weights_of(alone.engine)
     assert alone.engine.updates == 1
@@ -109,9 +109,9 @@ def test_the_export_of_two_ranks_is_the_trained_model(outcome: Outcome) -> None:
         torch.testing.assert_close(log_probs_BR[i, :r], wanted, rtol=0, atol=5e-6)
 
 
-def test_adapters_of_two_ranks_are_those_of_one(outcome: Outcome, tiny_model: Path, place: Place) -> None:
-    alone = Alone(tiny_model, place)
-    alone.engine = policy_engine(tiny_model, place, OPTIM, MAX_TOKENS, lora=LORA)
+def test_adapters_of_two_ranks_are_those_of_one(outcome: Outcome, tiny_model: Path, rank_mesh: RankMesh) -> None:
+    alone = Alone(tiny_model, rank_mesh)
+    alone.engine = policy_engine(tiny_model, rank_mesh, OPTIM, MAX_TOKENS, lora=LORA)
     drawn, start = outcome.read("lora_start"), dict(alone.engine.adapter_parameters())
     assert drawn.keys() == start.keys() and all(torch.equal(drawn[name], start[name]) for name in drawn)
     alone.update()

@@ -14,7 +14,7 @@ from support import LENGTHS, off_policy, policy_engine, rows_of, save, update, w
 from rl_core.config.schema import ActorConfig, LoraConfig, OptimConfig
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import export_model, load_engine
-from rl_core.training.mesh import make_place
+from rl_core.training.mesh import make_rank_mesh
 
 MAX_TOKENS = 21
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)
@@ -25,11 +25,11 @@ CONFIG = ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_
 def main(rank: int, model: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    place = make_place(torch.device("cpu"), 2, 2, 1)
+    rank_mesh = make_rank_mesh(torch.device("cpu"), 2, 2, 1)
     store = Store(str(folder))
     # The first half of the rows is much longer, so the ranks need different numbers of micro-batches.
     mine = rows_of(LENGTHS).chunk(2)[rank]
-    rows = off_policy(policy_engine(model, place), mine)
+    rows = off_policy(policy_engine(model, rank_mesh), mine)
     counts = torch.tensor([mine.batch["response_mask"].sum(), float(len(mine))])
     dist.all_reduce(counts)
     tokens, sequences = counts.tolist()
@@ -38,7 +38,7 @@ def main(rank: int, model: Path, folder: Path) -> None:
         if rank == 0:
             save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.safetensors")
 
-    engine = policy_engine(model, place, OPTIM, MAX_TOKENS)
+    engine = policy_engine(model, rank_mesh, OPTIM, MAX_TOKENS)
     local = sum(parameter.to_local().numel() for parameter in engine.module.parameters())  # type: ignore[operator]
     metrics = update(engine, rows, tokens, sequences, CONFIG)
     numbers = {**{name: torch.tensor(value) for name, value in metrics.items()}, "local": torch.tensor(local)}
@@ -53,13 +53,13 @@ def main(rank: int, model: Path, folder: Path) -> None:
     update(engine, rows, tokens, sequences, CONFIG)
     write("second", weights_of(engine))
 
-    resumed = policy_engine(model, place, OPTIM, MAX_TOKENS)
+    resumed = policy_engine(model, rank_mesh, OPTIM, MAX_TOKENS)
     load_engine(resumed, store, "alone")
     write("loaded", weights_of(resumed))
     update(resumed, rows, tokens, sequences, CONFIG)
     write("resumed", weights_of(resumed))
 
-    adapted = policy_engine(model, place, OPTIM, MAX_TOKENS, lora=LORA)
+    adapted = policy_engine(model, rank_mesh, OPTIM, MAX_TOKENS, lora=LORA)
     write("lora_start", dict(adapted.adapter_parameters()))
     for _ in range(2):  # the first one leaves A as it is, since B is zero
         update(adapted, rows, tokens, sequences, CONFIG)

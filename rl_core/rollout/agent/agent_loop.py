@@ -17,7 +17,7 @@ from rl_core.rollout.scoring import score_columns
 from rl_core.rollout.trajectory import Trajectory, TrajectoryState, to_batch
 
 
-class Partner(Protocol):
+class TurnResponder(Protocol):
     """Who answers the policy's turns in one conversation."""
 
     async def answer(self, trajectory: Trajectory) -> list[int] | None:
@@ -37,10 +37,10 @@ class Partner(Protocol):
 
 
 class Partners(Protocol):
-    """Makes the partner of each conversation."""
+    """Makes the responder of each conversation."""
 
-    async def meet(self, trajectory: Trajectory) -> Partner:
-        """The partner of a trajectory, which may add to its prompt."""
+    async def open(self, trajectory: Trajectory) -> TurnResponder:
+        """The responder of a trajectory, which may add to its prompt."""
         ...
 
 
@@ -57,7 +57,7 @@ async def roll_out(
     prompts: DataProto,
     sampling: Sampling,
     config: AgentConfig,
-    partners: Partners | None = None,
+    responders: Partners | None = None,
     scoring: Scoring | None = None,
 ) -> DataProto:
     """Conversations on the rows' `prompt_ids` with the rows' `seed`, joined to the rows as `to_batch` describes.
@@ -76,7 +76,7 @@ async def roll_out(
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(_lived_and_scored(trajectory, engine, sampling, config, partners, scoring))
+                group.create_task(_lived_and_scored(trajectory, engine, sampling, config, responders, scoring))
                 for trajectory in trajectories
             ]
     except BaseExceptionGroup as errors:
@@ -97,11 +97,11 @@ async def _lived_and_scored(
     engine: RolloutEngine,
     sampling: Sampling,
     config: AgentConfig,
-    partners: Partners | None,
+    responders: Partners | None,
     scoring: Scoring | None,
 ) -> tuple[float, RewardResult | None]:
     """When the trajectory ended, and what its score is."""
-    await live(trajectory, engine, sampling, config, partners)
+    await live(trajectory, engine, sampling, config, responders)
     return time.monotonic(), await scoring.score(trajectory) if scoring else None
 
 
@@ -110,27 +110,31 @@ async def live(
     engine: RolloutEngine,
     sampling: Sampling,
     config: AgentConfig,
-    partners: Partners | None,
+    responders: Partners | None,
 ) -> None:
     """Leads one trajectory from PENDING to its end."""
-    partner = None
+    responder = None
     try:
         async with asyncio.timeout(config.timeout_s) as deadline:
-            partner = await partners.meet(trajectory) if partners else None
-            await _converse(trajectory, engine, sampling, config, partner)
-            if partner and trajectory.state is TrajectoryState.COMPLETED:
-                await partner.finish(trajectory)
+            responder = await responders.open(trajectory) if responders else None
+            await _converse(trajectory, engine, sampling, config, responder)
+            if responder and trajectory.state is TrajectoryState.COMPLETED:
+                await responder.finish(trajectory)
     except TimeoutError:
         if not deadline.expired():
             raise
         trajectory.fail("timeout", f"no end within agent.timeout_s={config.timeout_s:g} s")
     finally:
-        if partner:
-            await partner.release()
+        if responder:
+            await responder.release()
 
 
 async def _converse(
-    trajectory: Trajectory, engine: RolloutEngine, sampling: Sampling, config: AgentConfig, partner: Partner | None
+    trajectory: Trajectory,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    config: AgentConfig,
+    responder: TurnResponder | None,
 ) -> None:
     while trajectory.state is not TrajectoryState.FAILED:
         trajectory.state = TrajectoryState.RUNNING
@@ -142,8 +146,8 @@ async def _converse(
             trajectory.fail("empty", "the rollout engine sampled no token")
             break
         answer = None
-        if partner and trajectory.stop_reason == "stop":
-            answer = await partner.answer(trajectory)
+        if responder and trajectory.stop_reason == "stop":
+            answer = await responder.answer(trajectory)
         if answer is None:
             break
         if trajectory.turns == config.max_turns:

@@ -18,8 +18,8 @@ from rl_core.rollout.trajectory import Trajectory, TrajectoryState
 Message = dict[str, Any]
 
 
-class ToolPartners:
-    """Tools and environment of one rollout engine; makes the partner of each conversation."""
+class ToolResponders:
+    """Tools and environment of one rollout engine; makes the responder of each conversation."""
 
     def __init__(self, config: RunConfig, source: Path) -> None:
         """Raises InputError when a tool does not exist."""
@@ -30,22 +30,22 @@ class ToolPartners:
         self.parse = PARSERS[config.agent.parser]
 
     async def start(self) -> None:
-        """Starts the processes and sessions that the partners share.
+        """Starts the processes and sessions that the responders share.
 
         Raises InputError when the chat template cannot take what will be appended.
         """
         await self.runner.start()
         self.chat = chat_template(self.tokenizer, self.runner.schemas, self.agent, self.stop_token_ids)
 
-    async def meet(self, trajectory: Trajectory) -> "ToolPartner":
-        """The partner of a trajectory; an environment may add to its prompt."""
-        partner = ToolPartner(self)
+    async def open(self, trajectory: Trajectory) -> "ToolResponder":
+        """The responder of a trajectory; an environment may add to its prompt."""
+        responder = ToolResponder(self)
         try:
-            await partner.begin(trajectory)
+            await responder.begin(trajectory)
         except BaseException:
-            await partner.release()
+            await responder.release()
             raise
-        return partner
+        return responder
 
 
 def chat_template(
@@ -59,11 +59,11 @@ def chat_template(
     return ChatTemplate(tokenizer, schemas, kinds | ({"user"} if agent.environment else set()), stop_token_ids)
 
 
-class ToolPartner:
+class ToolResponder:
     """Who answers one trajectory."""
 
-    def __init__(self, partners: ToolPartners) -> None:
-        self.all = partners
+    def __init__(self, responders: ToolResponders) -> None:
+        self.shared = responders
         self.calls = 0
         self.toolbox: Toolbox | None = None
         self.environment: EnvironmentSession | None = None
@@ -71,14 +71,14 @@ class ToolPartner:
     async def begin(self, trajectory: Trajectory) -> None:
         """Opens the row's tools and environment."""
         try:
-            self.toolbox = await self.all.runner.open(trajectory.row)
+            self.toolbox = await self.shared.runner.open(trajectory.row)
         except ToolFailure as failure:
             trajectory.fail(f"tool_{failure.status}", f"{failure}\n{failure.detail}")
             return
         functions = [schema["function"] for schema in self.toolbox.schemas]
         self.parameters = {function["name"]: function.get("parameters", {}) for function in functions}
-        if self.all.agent.environment:
-            self.environment, opening = await self.all.runner.reset(trajectory.row)
+        if self.shared.agent.environment:
+            self.environment, opening = await self.shared.runner.reset(trajectory.row)
             self._open(trajectory, opening)
 
     def _open(self, trajectory: Trajectory, opening: EnvironmentOutcome) -> None:
@@ -89,8 +89,8 @@ class ToolPartner:
             assert self.toolbox
             messages = [*trajectory.row["prompt"], *opening.step.messages]
             where = "the prompt with the environment's messages"
-            ids = encode_prompt(self.all.tokenizer, messages, where, self.toolbox.schemas)
-            if len(ids) > self.all.max_prompt_length:
+            ids = encode_prompt(self.shared.tokenizer, messages, where, self.toolbox.schemas)
+            if len(ids) > self.shared.max_prompt_length:
                 trajectory.fail("prompt_length", f"{where} has {len(ids)} tokens, more than data.max_prompt_length")
             else:
                 trajectory.prompt_ids = ids
@@ -99,8 +99,8 @@ class ToolPartner:
         """The tokens that follow the last turn; None when nobody answers it."""
         assert self.toolbox
         *ids, last_id = trajectory.response_ids[trajectory.answer_start :]
-        text = str(self.all.tokenizer.decode(ids))
-        calls = self.all.parse(text, self.parameters)[1] if self.parameters else []
+        text = str(self.shared.tokenizer.decode(ids))
+        calls = self.shared.parse(text, self.parameters)[1] if self.parameters else []
         if calls:
             messages = await self._call(trajectory, calls)
         elif self.environment:
@@ -108,7 +108,7 @@ class ToolPartner:
         else:
             return None
         trajectory.messages += messages
-        return self.all.chat.appended_ids(messages, last_id) if messages else None
+        return self.shared.chat.appended_ids(messages, last_id) if messages else None
 
     async def finish(self, trajectory: Trajectory) -> None:
         """Adds the rewards that tools give at the end."""
@@ -126,12 +126,12 @@ class ToolPartner:
     async def _call(self, trajectory: Trajectory, calls: list[ToolCall]) -> list[Message]:
         """The answers of a turn's calls, which run at the same time."""
         trajectory.state = TrajectoryState.TOOL_CALLING
-        left = self.all.agent.max_tool_calls - self.calls
+        left = self.shared.agent.max_tool_calls - self.calls
         self.calls += len(calls)
-        outcomes = await asyncio.gather(*(self._outcome(call, place < left) for place, call in enumerate(calls)))
+        outcomes = await asyncio.gather(*(self._outcome(call, i < left) for i, call in enumerate(calls)))
         messages = []
         for call, outcome in zip(calls, outcomes, strict=True):
-            text = self.all.chat.cut(outcome.text, self.all.agent.max_tool_tokens)
+            text = self.shared.chat.cut(outcome.text, self.shared.agent.max_tool_tokens)
             messages.append({"role": "tool", "name": call.name, "content": text})
             self._note(trajectory, call.name, call.arguments, outcome.status, text, outcome.seconds, outcome.detail)
             trajectory.reward += outcome.reward
@@ -140,7 +140,7 @@ class ToolPartner:
     async def _outcome(self, call: ToolCall, allowed: bool) -> ToolOutcome:
         assert self.toolbox
         if not allowed:
-            limit = self.all.agent.max_tool_calls
+            limit = self.shared.agent.max_tool_calls
             return ToolOutcome(f"Error: no more than {limit} tool calls are allowed", "too_many", 0.0)
         if call.error:
             return ToolOutcome(f"Error: {call.error}", "broken_call", 0.0)

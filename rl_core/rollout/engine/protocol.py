@@ -54,7 +54,7 @@ class RolloutEngine(Protocol):
         ...
 
     @property
-    def follows(self) -> bool:
+    def is_follower(self) -> bool:
         """Whether this is a rank of the engine that only takes the steps of another one."""
         ...
 

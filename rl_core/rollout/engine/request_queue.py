@@ -52,7 +52,7 @@ class Requests:
         self._group, self._first = own_group(tensor_parallel_size)
 
     @property
-    def follows(self) -> bool:
+    def is_follower(self) -> bool:
         """Whether another rank of the engine says what to do."""
         return self._group is not None and dist.get_rank() != self._first
 
@@ -100,14 +100,14 @@ class Requests:
 
     async def follow(self) -> None:
         """Takes the steps that the engine's first rank takes, until that one says `end`."""
-        while (commands := await asyncio.to_thread(self._tell, None)) is not None:
+        while (commands := await asyncio.to_thread(self._broadcast, None)) is not None:
             self._apply(commands)
             self.engine.step()
 
     def end(self) -> None:
         """Lets the ranks that follow go."""
         if self._group is not None:
-            self._tell(None)
+            self._broadcast(None)
 
     def _new(self) -> Request:
         request = Request(str(next(self._numbers)))
@@ -144,7 +144,7 @@ class Requests:
             commands.append(self._waiting.popleft())
             self._room -= 1
         if self._group is not None:
-            self._tell(commands)
+            self._broadcast(commands)
         self._apply(commands)
         for output in cast(list[RequestOutput], self.engine.step()):
             request = self._under_way.pop(output.request_id, None)
@@ -169,7 +169,7 @@ class Requests:
                 self.engine.abort_request([number])
                 self._internal.pop(number, None)
 
-    def _tell(self, commands: list[tuple[Any, ...]] | None) -> list[tuple[Any, ...]] | None:
+    def _broadcast(self, commands: list[tuple[Any, ...]] | None) -> list[tuple[Any, ...]] | None:
         """Sends the first rank's commands to the others; what they got."""
         message = [commands]
         dist.broadcast_object_list(message, src=self._first, group=self._group)

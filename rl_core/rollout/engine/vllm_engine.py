@@ -106,7 +106,7 @@ class VLLMEngine:
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
         """Log-probs at temperature 1 of the given tokens, from the second on; on a rank that follows, nothing."""
-        if self._requests.follows:
+        if self._requests.is_follower:
             asyncio.run(self._requests.follow())
             return []
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
@@ -128,9 +128,9 @@ class VLLMEngine:
         return self._requests.version
 
     @property
-    def follows(self) -> bool:
+    def is_follower(self) -> bool:
         """Whether this is a rank of the engine that only follows another one."""
-        return self._requests.follows
+        return self._requests.is_follower
 
     def pause(self) -> None:
         """Stops decoding; requests that are under way or come in wait until `resume`."""

@@ -93,17 +93,17 @@ class Broadcast:
         """`broadcast` sends the tensor on the sending rank, and writes into it on the others."""
         self._store, self._broadcast, self._device = store, broadcast, device
         self._count = 0
-        self._told: list[str] = []
+        self._announced: list[str] = []
 
     def send(self, parts: Iterable[Bucket]) -> None:
         """Sends the buckets as they come."""
-        for key in self._told:
+        for key in self._announced:
             self._store.delete_key(key)
-        self._told = []
+        self._announced = []
         for part in parts:
-            self._tell(part.layout)
+            self._announce(part.layout)
             self._broadcast(part.data)
-        self._tell([])
+        self._announce([])
 
     def receive(self) -> Iterator[Bucket]:
         """The buckets, each in memory of its own."""
@@ -112,9 +112,9 @@ class Broadcast:
             self._broadcast(data)
             yield Bucket(layout, data)
 
-    def _tell(self, layout: Layout) -> None:
-        self._told.append(self._next_key())
-        self._store.set(self._told[-1], json.dumps(layout))
+    def _announce(self, layout: Layout) -> None:
+        self._announced.append(self._next_key())
+        self._store.set(self._announced[-1], json.dumps(layout))
 
     def _next_key(self) -> str:
         self._count += 1

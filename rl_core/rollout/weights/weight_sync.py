@@ -41,18 +41,18 @@ class ShardingManager:
         if self._as_adapter:
             self._base_is_there = True
             self._push_adapter(version)
-        self.actor.park()
+        self.actor.offload()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.rollout.wake_up()
         seen = self.rollout.log_probs(canary.token_ids)
-        return 0.0 if self.rollout.follows else canary.difference(seen, version, self.tolerance)
+        return 0.0 if self.rollout.is_follower else canary.difference(seen, version, self.tolerance)
 
     def _push_adapter(self, version: int) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.actor.adapter_parameters()}
         # A folder in memory where there is one.
         memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        with tempfile.TemporaryDirectory(prefix=ADAPTER_PREFIX, dir=memory) as place:
-            folder = Path(place) / "adapter"
+        with tempfile.TemporaryDirectory(prefix=ADAPTER_PREFIX, dir=memory) as directory:
+            folder = Path(directory) / "adapter"
             save_adapters(self.actor.model, weights, self.actor.source, folder)
             self.rollout.update_adapter(folder, version)

@@ -17,7 +17,7 @@ def ended(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def command(*_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_parse", lambda _: Namespace(command=command, way_back=WAY))
+    monkeypatch.setattr(cli, "_parse", lambda _: Namespace(command=command, resume_hint=WAY))
     return cli.main([])
 
 

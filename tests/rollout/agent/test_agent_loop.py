@@ -43,7 +43,7 @@ class Echo:
     def __init__(self, times: int = 1, answer: tuple[int, ...] = (7, 7)) -> None:
         self.times, self.tokens, self.closed = times, list(answer), 0
 
-    async def meet(self, trajectory: Trajectory) -> "Echo":
+    async def open(self, trajectory: Trajectory) -> "Echo":
         return self
 
     async def answer(self, trajectory: Trajectory) -> list[int] | None:
@@ -84,13 +84,13 @@ def rollout() -> tuple[Recorded, DataProto]:
     return engine, single_turns(engine, DataProto.from_dict({}, columns), SAMPLING)  # type: ignore[arg-type]
 
 
-def conversation(partner: Echo, width: int = 8, **settings: object) -> DataProto:
+def conversation(responder: Echo, width: int = 8, **settings: object) -> DataProto:
     columns = {"prompt_ids": [[4, 9]], "seed": [5], "uid": ["a"]}
     config = AgentConfig.model_validate(settings)
     sampling = Sampling(0.7, width, (2,))
     engine, prompts = Recorded(), DataProto.from_dict({}, columns)
-    TURNS[4, 9, 9, 2, *partner.tokens] = TURNS[4, 9, 9, 2, 7, 7]
-    return asyncio.run(roll_out(engine, prompts, sampling, config, partner))  # type: ignore[arg-type]
+    TURNS[4, 9, 9, 2, *responder.tokens] = TURNS[4, 9, 9, 2, 7, 7]
+    return asyncio.run(roll_out(engine, prompts, sampling, config, responder))  # type: ignore[arg-type]
 
 
 def test_the_engine_gets_prompts_and_seeds_in_order() -> None:
@@ -120,15 +120,15 @@ def test_rows_keep_what_they_came_with_and_get_a_state() -> None:
 
 
 def test_what_answers_a_turn_is_part_of_the_response_and_not_the_policys() -> None:
-    partner = Echo()
-    data = conversation(partner)
+    responder = Echo()
+    data = conversation(responder)
     batch = data.batch
     assert batch["responses"][0].tolist() == [9, 2, 7, 7, 2, 0, 0, 0]
     assert batch["response_mask"][0].tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
     assert batch["rollout_log_probs"][0].tolist() == [-0.5, -0.25, 0, 0, -0.125, 0, 0, 0]
     assert batch["version"][0].tolist() == [3, 3, -1, -1, 4, -1, -1, -1]
     assert (batch["answer_start"].item(), batch["turns"].item(), batch["turn_reward"].item()) == (4, 2, 1.5)
-    assert data.non_tensor_batch["status"].tolist() == ["completed"] and partner.closed == 1
+    assert data.non_tensor_batch["status"].tolist() == ["completed"] and responder.closed == 1
 
 
 @pytest.mark.parametrize(
@@ -145,18 +145,18 @@ def test_a_conversation_ends_at_its_limits_with_a_sampled_token(
 
 
 def test_a_conversation_that_does_not_end_fails_and_is_closed() -> None:
-    partner = Stuck()
-    data = conversation(partner, timeout_s=0.2)
+    responder = Stuck()
+    data = conversation(responder, timeout_s=0.2)
     assert data.non_tensor_batch["status"].tolist() == ["failed"]
     assert data.non_tensor_batch["stop_reason"].tolist() == ["timeout"]
-    assert "agent.timeout_s=0.2" in data.non_tensor_batch["detail"][0] and partner.closed == 1
+    assert "agent.timeout_s=0.2" in data.non_tensor_batch["detail"][0] and responder.closed == 1
 
 
 def test_an_error_of_a_partner_is_raised_as_what_it_is() -> None:
-    partner = Broken(TransientError("the tools are gone"))
+    responder = Broken(TransientError("the tools are gone"))
     with pytest.raises(TransientError, match="the tools are gone"):
-        conversation(partner)
-    assert partner.closed == 1
+        conversation(responder)
+    assert responder.closed == 1
 
 
 def test_only_its_own_deadline_is_the_failure_of_a_trajectory() -> None:

@@ -37,7 +37,7 @@ def main(rank: int, world_size: int, model: Path, store: Path, device: str) -> N
     log_probs = engine.log_probs(fixed)
     turns = []
     for _ in range(2):
-        if engine.follows:
+        if engine.is_follower:
             asyncio.run(engine.follow())
             continue
         turns = complete(engine, [[4, 8, 9], [4, 30], [40]], [1, 2, 3], Sampling(1.0, 8, ()))

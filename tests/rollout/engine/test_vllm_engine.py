@@ -27,7 +27,7 @@ from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import export_model
 from rl_core.training.engine import TrainEngine
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 if TYPE_CHECKING:
     from rl_core.rollout.engine.vllm_engine import VLLMEngine
@@ -43,10 +43,10 @@ GREEDY = Sampling(0.0, 8, ())
 class Trainer:
     """A policy in training, with the sharding manager that pushes it into the engine."""
 
-    def __init__(self, model: Path, place: Place, rollout: "VLLMEngine") -> None:
-        self.model, self.place = model, place
+    def __init__(self, model: Path, rank_mesh: RankMesh, rollout: "VLLMEngine") -> None:
+        self.model, self.rank_mesh = model, rank_mesh
         self.engine: TrainEngine
-        self.engine = policy_engine(model, place, OptimConfig(lr=3e-2))
+        self.engine = policy_engine(model, rank_mesh, OptimConfig(lr=3e-2))
         self.sharding = ShardingManager(self.engine, rollout, "float32", TOLERANCE, 64)
 
     def train(self) -> None:
@@ -60,9 +60,9 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tiny_model: Path, place: Place, vllm_engine: "VLLMEngine") -> Trainer:
+def trainer(tiny_model: Path, rank_mesh: RankMesh, vllm_engine: "VLLMEngine") -> Trainer:
     """A trainer at the saved weights, which the engine serves as version 0."""
-    trainer = Trainer(tiny_model, place, vllm_engine)
+    trainer = Trainer(tiny_model, rank_mesh, vllm_engine)
     trainer.sharding.push(0)
     return trainer
 
@@ -225,7 +225,7 @@ def test_a_turn_goes_on_over_a_push_and_knows_which_weights_wrote_which_token(
     trainer: Trainer, vllm_engine: "VLLMEngine", tmp_path: Path
 ) -> None:
     """What comes after the push is what the new weights say after all tokens, whichever weights wrote them."""
-    other = Trainer(trainer.model, trainer.place, vllm_engine)
+    other = Trainer(trainer.model, trainer.rank_mesh, vllm_engine)
     other.train()
 
     async def interrupted() -> Completion:
@@ -254,7 +254,7 @@ def test_a_turn_goes_on_over_a_push_and_knows_which_weights_wrote_which_token(
 def test_the_canary_does_not_wait_for_turns_that_wait(
     trainer: Trainer, vllm_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More turns than the engine decodes at a time are under way; the push must not decode them first, nor need a place
+    """More turns than the engine decodes at a time are under way; the push must not decode them first, nor need a slot
     that one of them has."""
     steps: list[int] = []
     engine = vllm_engine._requests.engine

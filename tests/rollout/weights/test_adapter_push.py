@@ -14,7 +14,7 @@ from rl_core.errors import TrainingError
 from rl_core.rollout.engine.protocol import Sampling
 from rl_core.rollout.weights import weight_sync as sharding_manager
 from rl_core.rollout.weights.weight_sync import ShardingManager
-from rl_core.training.mesh import Place
+from rl_core.training.mesh import RankMesh
 
 if TYPE_CHECKING:
     from rl_core.rollout.engine.vllm_engine import VLLMEngine
@@ -28,9 +28,9 @@ FREE = Sampling(1.0, 8, ())
 class Trainer:
     """A policy with adapters, and the sharding manager that pushes it."""
 
-    def __init__(self, model: Path, place: Place, rollout: "VLLMEngine", as_adapter: bool) -> None:
+    def __init__(self, model: Path, rank_mesh: RankMesh, rollout: "VLLMEngine", as_adapter: bool) -> None:
         self.rollout = rollout
-        self.engine = policy_engine(model, place, OptimConfig(lr=3e-2), lora=LoraConfig(rank=4, alpha=8))
+        self.engine = policy_engine(model, rank_mesh, OptimConfig(lr=3e-2), lora=LoraConfig(rank=4, alpha=8))
         self.sharding = ShardingManager(self.engine, rollout, "float32", TOLERANCE, 64, as_adapter)
 
     def train(self) -> None:
@@ -50,10 +50,10 @@ class Trainer:
 
 
 @pytest.fixture(params=["merged", "adapter"])
-def trainer(request: pytest.FixtureRequest, tiny_model: Path, place: Place) -> Trainer:
+def trainer(request: pytest.FixtureRequest, tiny_model: Path, rank_mesh: RankMesh) -> Trainer:
     as_adapter = request.param == "adapter"
     rollout = request.getfixturevalue("adapter_engine" if as_adapter else "vllm_engine")
-    return Trainer(tiny_model, place, rollout, as_adapter)
+    return Trainer(tiny_model, rank_mesh, rollout, as_adapter)
 
 
 def test_the_engine_serves_the_trained_policy(trainer: Trainer, tiny_model: Path) -> None:
@@ -81,9 +81,9 @@ def test_a_policy_that_was_trained_before_the_first_push(trainer: Trainer, tiny_
 
 
 def test_after_the_first_push_only_adapters_go(
-    tiny_model: Path, place: Place, adapter_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_model: Path, rank_mesh: RankMesh, adapter_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    trainer = Trainer(tiny_model, place, adapter_engine, True)
+    trainer = Trainer(tiny_model, rank_mesh, adapter_engine, True)
     monkeypatch.setattr(sharding_manager, "SHARED_MEMORY", tmp_path)
     pushed: list[int] = []
     monkeypatch.setattr(adapter_engine, "update_weights", lambda weights, version: pushed.append(len(list(weights))))

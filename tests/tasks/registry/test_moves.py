@@ -130,9 +130,10 @@ def test_what_waits_is_promoted_by_approval_only(sqlite_uri: str, tmp_path: Path
     with pytest.raises(InputError, match="promote 1 --approve"):
         registry.promote_by_hand("1")
     with pytest.raises(InputError, match="(?s)waits for approval.*`gate` is passed"):
-        registry.approve("2")
+        registry.promote_by_hand("2", approve=True)
     assert registry.aliases() == {}
-    assert registry.approve("1") == (None, "1") and registry.approve("1") == ("1", "1")
+    assert registry.promote_by_hand("1", approve=True) == (None, "1")
+    assert registry.promote_by_hand("1", approve=True) == ("1", "1")
     tags = registry.get("1").tags
     assert tags["gate"] == "approved" and "@" in tags["approved"] and registry.moves()[0].why == "approved"
 
