@@ -242,7 +242,7 @@ def test_token_rewards_that_gdpo_would_not_see_are_refused(setting: str) -> None
 
 
 def test_the_page_names_all_settings_that_a_continued_run_may_change() -> None:
-    rows = table("reliability", "What may change when a run is continued")
+    rows = table("reliability", "What may change on resume")
     named = [name for row in rows for name in re.findall("`([a-z_.]+)`", row[0])]
     assert tuple(named[:4]) == RUN_CONTROL_SECTIONS and set(named[4:]) == RUN_CONTROL_KEYS
 

@@ -77,7 +77,7 @@ def test_the_buyer_offers_more_and_buys(tiny_model: Path) -> None:
 def test_the_policy_reads_what_the_page_says_of_calls_that_fail(tiny_model: Path) -> None:
     turns = ["[ad(a=1, b=2)]", "[add(a=1)]", '[add(a="1", b=2)]', "[add(a=)]", "0"]
     data, _ = talk(tiny_model, turns, agent={"tools": ["my_tools:add"], "max_tool_tokens": 200})
-    told = {cells[0].strip("` "): cells[2] for cells in table("tools", "How a call ends")}
+    told = {cells[0].strip("` "): cells[2] for cells in table("tools", "Call statuses")}
     assert told.keys() == set(get_args(get_type_hints(ToolOutcome)["status"]))
     unknown, missing, wrong, broken = calls(data)
     assert unknown == ("unknown_tool", told["unknown_tool"].strip("`"))
@@ -86,7 +86,7 @@ def test_the_policy_reads_what_the_page_says_of_calls_that_fail(tiny_model: Path
 
 
 def test_each_form_of_calls_is_read(files: Path) -> None:
-    rows = table("tools", "Forms of calls")
+    rows = table("tools", "Call formats")
     assert {cells[0].strip("` ") for cells in rows} == PARSERS.keys()
     for form, call, _ in rows:
         assert PARSERS[form.strip("` ")](call.strip("`"), SCHEMAS) == ("", [ToolCall("add", {"a": 1, "b": 2})]), form
