@@ -29,7 +29,7 @@ QUESTION = "a problem of a few lines with some numbers in it and a question at i
 
 
 def write_rows(store: Store, rows: int) -> None:
-    """Checkpointer as many rows, made a part at a time without a Python object for each."""
+    """Commits as many rows, made a part at a time without a Python object for each."""
     for number, start in enumerate(range(0, rows, PART_ROWS)):
         index = pa.array(np.arange(start, min(start + PART_ROWS, rows))).cast(pa.string())
         columns: dict[str, object] = {

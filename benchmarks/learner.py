@@ -28,6 +28,7 @@ from rl_core.rollout.agent.responders import chat_template
 from rl_core.rollout.agent.tool_runner import tool_schemas
 from rl_core.storage import run_files
 from rl_core.storage.store import Store
+from rl_core.trainer.observer import NullObserver
 from rl_core.trainer.trainer import PPOTrainer
 from rl_core.trainer.warm_start import warm_start
 
@@ -146,10 +147,11 @@ class Learner:
             last = [each.get("sampling/generated_score", each["score/mean"]) for each in metrics[-WINDOW:]]
             return len(last) == WINDOW and statistics.mean(last) >= TARGET
 
-        def watch(record: dict[str, Any]) -> None:
-            metrics.append(record["metrics"])
-            if learned():
-                raise _Learned
+        class Watch(NullObserver):
+            def on_step(self, record: dict[str, Any]) -> None:
+                metrics.append(record["metrics"])
+                if learned():
+                    raise _Learned
 
         model, store = self._fresh_model(config), Store(str(self.home / f"run-{self.runs}"))
         tokenizer = load_tokenizer(model)
@@ -161,7 +163,7 @@ class Learner:
             roles.init_warm_start(str(model))
             warm_start(config, rows, roles, tokenizer, store, chat, lambda step, loss: None)
             model = Path(store.url, run_files.WARM_START)
-        trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, watch, lambda step: None)
+        trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, Watch())
         trainer.start(str(model))
         with suppress(_Learned):
             trainer.fit(config.trainer.steps)

@@ -31,6 +31,7 @@ from rl_core.models.load import load_tokenizer  # noqa: E402
 from rl_core.models.tiny import build_tokenizer  # noqa: E402
 from rl_core.storage.ledger import Ledger  # noqa: E402
 from rl_core.storage.store import Store  # noqa: E402
+from rl_core.trainer.observer import NullObserver  # noqa: E402
 from rl_core.trainer.trainer import PPOTrainer  # noqa: E402
 
 WARM_UP, PROMPT = 2, 16
@@ -65,9 +66,12 @@ def config_of(mode: str, steps: int, on_gpu: bool) -> RunConfig:
     ).config
 
 
-def show_progress(record: dict[str, Any]) -> None:
-    """A line a step beside the table, as a mode takes minutes."""
-    print(f"step {record['step']}: {record['metrics']['time/step']:.2f} s", file=sys.stderr, flush=True)
+class Progress(NullObserver):
+    """Prints a line a step beside the table, as a mode takes minutes."""
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        """Prints the time of the step."""
+        print(f"step {record['step']}: {record['metrics']['time/step']:.2f} s", file=sys.stderr, flush=True)
 
 
 def measure(mode: str, steps: int, roles: Roles) -> dict[str, float]:
@@ -76,7 +80,7 @@ def measure(mode: str, steps: int, roles: Roles) -> dict[str, float]:
     store, tokenizer = Store(str(HOME / mode)), load_tokenizer(HOME / "model")
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
-    trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, show_progress, lambda step: None)
+    trainer = PPOTrainer(config, store, tokenizer, rows, data_hash, roles, Progress())
     trainer.start(str(HOME / "model"))
     trainer.fit(steps)
     metrics = [record["metrics"] for record in Ledger(store).records(steps)][WARM_UP:-1]

@@ -7,7 +7,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.attempts import begin_attempt, retry_transient
-from rl_core.config.compose import compose
+from rl_core.config.compose import compose, extend
 from tasks.registry.registry import CHAMPION, Registry
 from tasks.tracking.tracker import default_tracking_uri
 
@@ -26,19 +26,19 @@ def evaluate(
         max_attempts: times that the flow run may be started before it counts as failed.
     """
     attempt = begin_attempt(max_attempts)
-    config = compose(recipe, overrides or []).config
+    given = compose(recipe, overrides or [])
+    config = given.config
     registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
     number = attempt.once(config, lambda: {"version": registry.get(str(version)).version})["version"]
     folder = retry_transient(lambda: registry.local_folder(number, attempt.home / "cache"))
-    settings = [*(overrides or []), f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
     # Ray and torch are imported here, when their environment is set.
     from flows.preflight import preflight, watched
     from tasks.evaluate import evaluate as score
     from tasks.prepare_data import prepare_data
     from tasks.runs.run import find_run, open_run
-    from tasks.session import open_session
+    from tasks.session.session import open_session
 
-    composed = compose(recipe, settings)
+    composed = extend(given, [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"])
     with watched(composed.config):
         preflight(composed, attempt.home, resuming=True)
         name = f"evaluate-{attempt.run_name(recipe)}"

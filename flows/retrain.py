@@ -16,7 +16,7 @@ from pydantic import Field
 from flows.attempts import begin_attempt, other_training, retry_transient
 from flows.parameters import GateMode, Hours, gate_setting
 from flows.train import run_stages, stop_time
-from rl_core.config.compose import compose
+from rl_core.config.compose import compose, extend
 from rl_core.config.schema import RunConfig
 from rl_core.data.identity import data_identity
 from rl_core.errors import InputError
@@ -57,8 +57,9 @@ def retrain(
     attempt = begin_attempt(max_attempts)
     if refusal := other_training():
         return Cancelled(message=refusal)
-    settings = limited(recipe, [*(overrides or []), *gate_setting(gate_mode)], as_of, max_steps)
-    config = compose(recipe, settings).config
+    given = compose(recipe, [*(overrides or []), *gate_setting(gate_mode)])
+    composed = extend(given, limits(given.config, as_of, max_steps))
+    config = composed.config
     plan = attempt.once(
         config,
         lambda: {**plan_retraining(config, attempt.home, start_from, trigger), "stop_at": stop_time(max_hours)},
@@ -70,8 +71,8 @@ def retrain(
         if not folder.is_dir():  # an attempt on another machine has not asked MLflow for it yet
             retry_transient(lambda: version_folder(config, attempt.home, plan["version"]))
         # The champion has had its warm start.
-        settings += [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"]
-    result = run_stages(attempt, recipe, settings, None, plan["stop_at"])
+        composed = extend(composed, [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"])
+    result = run_stages(attempt, composed, None, plan["stop_at"])
     if isinstance(result, State):
         return result
     found = {"data": plan["data"], "run": result["run"], "trained": time.time(), "reason": plan["reason"]}
@@ -80,21 +81,19 @@ def retrain(
     return {**result, "reason": plan["reason"]}
 
 
-def limited(recipe: str, settings: list[str], as_of: date | None, max_steps: int | None) -> list[str]:
-    """The settings, with the date in the paths of the data that hold `{as_of}`, and with at most so many steps.
+def limits(config: RunConfig, as_of: date | None, max_steps: int | None) -> list[str]:
+    """Overrides that put the date into the paths of the data that hold `{as_of}` and limit the number of steps.
 
-    Raises InputError for a date that no path asks for.
+    Raises InputError for a date when no path holds `{as_of}`.
     """
-    config = compose(recipe, settings).config
     data = config.data.model_dump(mode="json", include={"path", "val_path", "mixture"})
     texts = {name: json.dumps(value) for name, value in data.items() if AS_OF in json.dumps(value)}
     if as_of and not texts:
         seen = ", ".join(config.data.paths) or f"rows that are made by {config.data.source}"
         raise InputError(f"a path of the data with {AS_OF}", seen, f"as_of={as_of}", f"write {AS_OF} into the path")
-    if texts:
-        day = (as_of or flow_run.scheduled_start_time.date()).isoformat()
-        settings = [*settings, *(f"data.{name}={text.replace(AS_OF, day)}" for name, text in texts.items())]
-    return settings if max_steps is None else [*settings, f"trainer.steps={min(max_steps, config.trainer.steps)}"]
+    day = (as_of or flow_run.scheduled_start_time.date()).isoformat() if texts else ""
+    overrides = [f"data.{name}={text.replace(AS_OF, day)}" for name, text in texts.items()]
+    return overrides if max_steps is None else [*overrides, f"trainer.steps={min(max_steps, config.trainer.steps)}"]
 
 
 def plan_retraining(

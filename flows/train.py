@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flows.attempts import Attempt, asked_to_cancel, begin_attempt, other_training, retry_transient
 from flows.parameters import GateMode, Hours, gate_setting
-from rl_core.config.compose import compose
+from rl_core.config.compose import Composed, compose
 
 
 @flow(name="post-train", flow_run_name="{recipe}", persist_result=False)
@@ -34,37 +34,35 @@ def train(
     attempt = begin_attempt(max_attempts)
     if refusal := other_training():
         return Cancelled(message=refusal)
-    settings = [*(overrides or []), *gate_setting(gate_mode)]
-    plan = attempt.once(compose(recipe, settings).config, lambda: {"stop_at": stop_time(max_hours)})
-    return run_stages(attempt, recipe, settings, run_name, plan["stop_at"])
+    composed = compose(recipe, [*(overrides or []), *gate_setting(gate_mode)])
+    plan = attempt.once(composed.config, lambda: {"stop_at": stop_time(max_hours)})
+    return run_stages(attempt, composed, run_name, plan["stop_at"])
 
 
 def run_stages(
-    attempt: Attempt, recipe: str, settings: list[str], run_name: str | None, stop_at: float | None
+    attempt: Attempt, composed: Composed, run_name: str | None, stop_at: float | None
 ) -> dict[str, Any] | State[Any]:
-    """The summary of `post_train`, whose stages become task runs of the flow run that calls this; the state of a flow
-    run that was cancelled."""
+    """The summary of `post_train`, whose stages become task runs of the calling flow run; the state of a flow run that
+    was cancelled."""
     # Ray and torch are imported here, when their environment is set.
     from flows.post_train import post_train
     from flows.preflight import preflight, watched
-    from tasks.runs.run import find_run
+    from tasks.runs.run import find_run, open_run
 
-    composed, name = compose(recipe, settings), run_name or attempt.run_name(recipe)
+    name = run_name or attempt.run_name(composed.recipe)
     with watched(composed.config):
         preflight(composed, attempt.home, resuming=True)
         retry_transient(lambda: find_run(composed, attempt.home, name))
+        run = open_run(composed, attempt.home, name)
     try:
-        # What the first attempt has made of its files stays, though others have come since.
-        result: dict[str, Any] = post_train.fn(
-            recipe, settings, name, verbose=True, stop_at=stop_at, keep_data=attempt.number > 1
-        )
+        # The rows that the first attempt committed stay, even if files have been added since.
+        return post_train(run, verbose=True, stop_at=stop_at, keep_data=attempt.number > 1)
     except TerminationSignal:
         # While steps are made Prefect's own answer to a cancellation is replaced, and it takes SIGTERM for a crash,
         # after which the automations start the flow run again.
         if asked_to_cancel():
             return Cancelled(message=f"cancelled; what is committed stays, run_name={name} continues it")
         raise
-    return result
 
 
 def stop_time(max_hours: float | None) -> float | None:

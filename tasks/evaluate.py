@@ -13,29 +13,27 @@ from rl_core.storage.store import Json
 from tasks.export import export
 from tasks.registry.registry import CHAMPION
 from tasks.runs.run import runs_root
-from tasks.session import Session, current_session
+from tasks.session.session import Session
 from tasks.stage import stage
 
 
 @stage("evaluate", "the policy at step {0}")
-def evaluate(step: int) -> dict[str, float]:
+def evaluate(session: Session, step: int) -> dict[str, float]:
     """The scores at the step that training has reached, made once: mean of each metric."""
-    session = current_session()
     if not session.store.exists(run_files.evaluation(step)):
 
         def made() -> Json:
-            session.trained_to(step)
-            return evaluation.evaluate(session.config, session.val_rows, session.roles, session.tokenizer)
+            roles, assets = session.workers.train_to(step), session.assets
+            return evaluation.evaluate(session.config, assets.val_rows, roles, assets.tokenizer)
 
-        weights = weights_hash(export(step)) if step else folder_hash(session.policy_model)
+        weights = weights_hash(export(session, step)) if step else folder_hash(session.assets.fetch_policy_model())
         session.store.write_json(run_files.evaluation(step), _kept(session, weights, made))
     return _report(session, session.store.read_json(run_files.evaluation(step)))
 
 
 @stage("evaluate champion", "which version {0} is held against")
-def evaluate_champion(version: str) -> dict[str, float] | None:
+def evaluate_champion(session: Session, version: str) -> dict[str, float] | None:
     """The scores of the champion on the run's held-out rows; None without one, and where there is nothing to decide."""
-    session = current_session()
     if session.config.gate.mode == "off":
         session.console.note("gate.mode is off")
         return None
@@ -64,7 +62,7 @@ def champion_result(session: Session, version: str) -> Json | None:
         try:
             result = _of_version(session, champion)
         except (InputError, TrainingError) as error:
-            session.drop_workers()
+            session.workers.drop()
             result = {"problem": " ".join(str(error).split())}
         session.store.write_json(run_files.CHAMPION, {"version": champion, **result})
     result = session.store.read_json(run_files.CHAMPION)
@@ -72,14 +70,14 @@ def champion_result(session: Session, version: str) -> Json | None:
 
 
 def _of_version(session: Session, version: str) -> Json:
-    weights = session.registry.get(version).checkpoint or folder_hash(session.downloaded(version))
+    weights = session.registry.get(version).checkpoint or folder_hash(session.assets.download_version(version))
 
     def made() -> Json:
-        folder = session.downloaded(version)
-        session.load_model(folder)
+        folder = session.assets.download_version(version)
+        roles = session.workers.load_model(folder)
         tokenizer = load_tokenizer(folder)
-        rows = RLHFDataset.load(session.store, "val", tokenizer, session.tools_of)
-        return evaluation.evaluate(session.config, rows, session.roles, tokenizer)
+        rows = RLHFDataset.load(session.store, "val", tokenizer, session.assets.tools_of)
+        return evaluation.evaluate(session.config, rows, roles, tokenizer)
 
     return _kept(session, weights, made)
 
@@ -87,7 +85,7 @@ def _of_version(session: Session, version: str) -> Json:
 def _kept(session: Session, weights: str, made: Callable[[], Json]) -> Json:
     """The evaluation of these weights out of those that all runs share, or made and put there."""
     root = runs_root(session.config.storage, session.run.home)
-    data = evaluation.rows_hash(session.val_rows.rows)
+    data = evaluation.rows_hash(session.assets.val_rows.rows)
     return evaluation.cached(root, weights, data, evaluation.settings_of(session.config), made)
 
 

@@ -9,30 +9,33 @@ from rl_core.data.report import DataReport
 from rl_core.errors import InputError
 from rl_core.rewards.runner import check_scorers
 from rl_core.storage import run_files
-from tasks.session import current_session
+from tasks.runs.run import committed_step
+from tasks.session.session import Session
 from tasks.stage import stage
 
 
 @stage("prepare data")
-def prepare_data() -> dict[str, Any]:
-    """Checkpointer the rows once; returns their counts and hash.
+def prepare_data(session: Session) -> dict[str, Any]:
+    """Commits the rows once; returns their counts and hash.
 
     Raises InputError when the files that they were made of have changed since, unless the session keeps its rows.
     """
-    session = current_session()
-    assert session.chat  # a template that cannot take tools or environment is refused before anything is made
-    committed = session.verified_manifest(run_files.DATA, content=False)  # what rows say is checked as they are read
+    session.assets.check_chat_template()
+    committed = session.assets.verify_or_remove(
+        run_files.DATA, content=False
+    )  # what rows say is checked as they are read
     if committed and not session.keep_data:
         check_unchanged(committed["meta"]["files"], session.config.data.paths, session.run.name)
     facts = prepare.prepare_data(
         session.config,
         session.store,
-        session.tokenizer,
-        session.tools_of,
+        session.assets.tokenizer,
+        session.assets.tools_of,
         lambda count: session.console.note(f"{count:,} rows so far"),
     )
     check_scorers(session.config.reward, {name: f"{rows:,} rows" for name, rows in facts["data_sources"].items()})
-    session.flush_now(session.committed_step())  # opens the run in MLflow
+    session.tracking.trace_with(session.assets.tokenizer)
+    session.tracking.flush(committed_step(session.store))  # opens the run in MLflow
     show(prepare.read_report(session.store), session.store.url, session.console)
     return facts
 

@@ -12,7 +12,8 @@ from rl_core.storage import run_files
 from rl_core.storage.store import Json
 from tasks.evaluate import champion_result
 from tasks.registry.registry import CHAMPION
-from tasks.session import Session, current_session
+from tasks.runs.run import committed_records
+from tasks.session.session import Session
 from tasks.stage import stage
 
 LAST_STEPS = 10
@@ -25,20 +26,17 @@ PROMOTED, WAITING, REFUSED, WOULD, WOULD_NOT = "promoted", "waiting", "refused",
 
 
 @stage("reload", "version {0}")
-def reload(version: str, step: int) -> None:
+def reload(session: Session, version: str, step: int) -> None:
     """Loads the version from the registry in a process of its own, once; a failure is for the gate to judge."""
-    session = current_session()
     config = session.config
     if config.gate.mode == "off" or not config.gate.reload:
         session.console.note("gate.reload is off" if config.gate.mode != "off" else "gate.mode is off")
         return
     if _kept(session, version) is None:
-        canary, turns = (
-            session.store.read_json(run_files.CANARY),
-            session.store.read_json(run_files.evaluation(step))["first_turns"],
-        )
+        canary = session.store.read_json(run_files.CANARY)
+        turns = session.store.read_json(run_files.evaluation(step))["first_turns"]
         question = Question(
-            str(session.downloaded(version)),
+            str(session.assets.download_version(version)),
             config.model.dtype,
             config.max_length,
             config.rollout.tensor_parallel_size,
@@ -47,7 +45,7 @@ def reload(version: str, step: int) -> None:
             canary["log_probs"],
             turns,
         )
-        session.drop_workers()  # its process needs their devices
+        session.workers.drop()  # its process needs their devices
         found = reload_test(question, worker_env(config.trainer), config.trainer.call_timeout_s)
         session.store.write_json(run_files.RELOAD, {"version": version, **found})
     found = session.store.read_json(run_files.RELOAD)
@@ -59,9 +57,8 @@ def reload(version: str, step: int) -> None:
 
 
 @stage("promote", "version {0}")
-def promote(version: str, step: int) -> list[str]:
+def promote(session: Session, version: str, step: int) -> list[str]:
     """Decides against the present champion; returns the version's aliases."""
-    session = current_session()
     _promote(session, version, step)
     return list(session.registry.get(version).aliases)
 
@@ -83,7 +80,7 @@ def _promote(session: Session, version: str, step: int) -> None:
     decision = decide(
         session.store.read_json(run_files.evaluation(step)),
         champion,
-        last_metrics(session.records()),
+        last_metrics(committed_records(session.store)),
         gate,
         _reload_found(session, version),
     )
@@ -125,7 +122,7 @@ def _keep(session: Session, version: str, champion: str | None, decision: Decisi
     """The decision in the run's folder, in MLflow's run, and as tags of the version."""
     kept = {"version": version, "champion": champion, "verdict": verdict, **decision.as_json()}
     session.store.write_json(run_files.DECISION, kept)
-    session.tracker.log_file(json.dumps(kept, indent=1, ensure_ascii=False), "decision.json")
+    session.tracking.tracker.log_file(json.dumps(kept, indent=1, ensure_ascii=False), "decision.json")
     tags = {"gate_mode": decision.mode, "gate_champion": champion or "none"}
     tags["gate_checks"] = "\n".join(decision.words)[:TAG_LENGTH]
     session.registry.set_tags(version, {**tags, "gate": verdict})

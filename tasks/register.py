@@ -13,8 +13,8 @@ from rl_core.storage import run_files
 from rl_core.storage.store import Json
 from tasks.export import export
 from tasks.registry.lineage import ALSO, with_tag
-from tasks.runs.run import code_version, package_versions
-from tasks.session import Session, current_session
+from tasks.runs.run import code_version, committed_records, package_versions
+from tasks.session.session import Session
 from tasks.stage import stage
 
 LINEAGE = {
@@ -24,11 +24,10 @@ LINEAGE = {
 
 
 @stage("register", "the policy at step {0}")
-def register(step: int, data_hash: str, before: dict[str, float], after: dict[str, float]) -> str:
+def register(session: Session, step: int, data_hash: str, before: dict[str, float], after: dict[str, float]) -> str:
     """Exports the policy, registers it once, and points the alias `candidate` at it; returns the version."""
-    session = current_session()
-    session.send_metrics(step)  # an outage may have held them back until now
-    manifest, tags = export(step), _tags(session, step, data_hash)
+    session.tracking.send(step)  # an outage may have held them back until now
+    manifest, tags = export(session, step), _tags(session, step, data_hash)
     evaluations = [session.store.read_json(run_files.evaluation(each)) for each in (0, step)]
     manifest = _with_card(session, manifest, tags, *evaluations)
     metrics = {
@@ -39,8 +38,8 @@ def register(step: int, data_hash: str, before: dict[str, float], after: dict[st
     }
     if interval := evaluations[1].get("intervals", {}).get("greedy"):
         metrics |= {"score_low": interval[0], "score_high": interval[1]}
-    folder = session.local_copy(run_files.export(step))
-    version = session.registry.register(folder, session.tracker.run_id, weights_hash(manifest), tags, metrics)
+    folder = session.assets.download(run_files.export(step))
+    version = session.registry.register(folder, session.tracking.tracker.run_id, weights_hash(manifest), tags, metrics)
     session.registry.set_candidate(version)
     words, made_by = f"{session.registry.name} version {version}", session.registry.get(version).run
     if made_by != session.run.name:
@@ -51,9 +50,9 @@ def register(step: int, data_hash: str, before: dict[str, float], after: dict[st
 
 
 def _tags(session: Session, step: int, data_hash: str) -> dict[str, str]:
-    parent_hash = folder_hash(session.base_model)
+    parent_hash = folder_hash(session.assets.make_base_model())
     # A base model that is a version of this MLflow is known by its weights, wherever its folder came from.
-    versions = with_tag(session.tracking_uri, "checkpoint", parent_hash)
+    versions = with_tag(session.tracking.uri, "checkpoint", parent_hash)
     own = [name for name in versions if name.startswith(f"models:/{session.registry.name}/")]
     return {
         "run": session.run.name,
@@ -65,7 +64,7 @@ def _tags(session: Session, step: int, data_hash: str) -> dict[str, str]:
         "parent": [*own, *versions, session.config.model.path][0],
         "parent_hash": parent_hash,
         "flow_run": str(flow_run.id),
-        "mlflow_run": session.tracker.run_id,
+        "mlflow_run": session.tracking.tracker.run_id,
         "packages": json.dumps(package_versions()),
         "store": session.run.url,
     }
@@ -94,7 +93,7 @@ def _with_card(
     }
     rows = session.store.read_manifest(run_files.DATA)
     assert rows is not None
-    card = render_card(facts, before, after, rows["meta"], session.records()).encode()
+    card = render_card(facts, before, after, rows["meta"], committed_records(session.store)).encode()
     committed = {file["path"]: file["sha256"] for file in manifest["files"]}
     if committed.get(CARD) == hashlib.sha256(card).hexdigest():
         return manifest

@@ -5,23 +5,22 @@ from typing import Any
 from rl_core.storage import run_files
 from tasks.runs.report_page import described, run_page, scores
 from tasks.runs.run import package_versions
-from tasks.session import Session, current_session
+from tasks.session.session import Session
 from tasks.stage import stage
 
 
 @stage("report")
-def report(facts: dict[str, Any]) -> str:
+def report(session: Session, facts: dict[str, Any]) -> str:
     """Writes the page of the run, whose model version and aliases are among the facts; returns where it is."""
-    session = current_session()
     others = {
         "model_version": facts["version"],
         "alias": ", ".join(facts["aliases"]),
-        "mlflow_run": session.tracker.run_id,
+        "mlflow_run": session.tracking.tracker.run_id,
         "versions": package_versions(),
     }
     page = run_page(session.store, others)
     session.store.write_bytes(run_files.REPORT, page.encode())
-    session.tracker.log_file(page, run_files.REPORT)
+    session.tracking.tracker.log_file(page, run_files.REPORT)
     local = session.store.local_path(run_files.REPORT)
     address = str(local) if local else f"{session.run.url}/{run_files.REPORT}"
     _publish(session, {"report": address, **_links(session, facts["version"])})
@@ -31,18 +30,18 @@ def report(facts: dict[str, Any]) -> str:
 def _publish(session: Session, links: dict[str, str]) -> None:
     """The summary goes to MLflow's page of the run and, with the scores, to Prefect's of the flow run."""
     text = described(session.store, links)
-    session.tracker.describe(text)
-    session.pages.markdown("summary", text, f"Run {session.run.name}: scores and links")
+    session.tracking.tracker.describe(text)
+    session.telemetry.pages.markdown("summary", text, f"Run {session.run.name}: scores and links")
     found = scores(session.store)
     rows = [{"score": name, "before": before, "after": after} for name, (before, after) in found.items()]
-    session.pages.table("scores", rows, f"Held-out scores of run {session.run.name}")
+    session.telemetry.pages.table("scores", rows, f"Held-out scores of run {session.run.name}")
 
 
 def _links(session: Session, version: str) -> dict[str, str]:
     name = session.config.registry.model_name
-    version_page = f"{session.tracking_uri}/#/models/{name}/versions/{version}"
-    served = session.tracking_uri.startswith("http")
+    version_page = f"{session.tracking.uri}/#/models/{name}/versions/{version}"
+    served = session.tracking.uri.startswith("http")
     return {
-        "MLflow run": session.tracker.page if served else session.tracker.run_id,
+        "MLflow run": session.tracking.tracker.page if served else session.tracking.tracker.run_id,
         "model version": version_page if served else f"{name} {version}",
     }

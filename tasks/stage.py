@@ -1,16 +1,17 @@
-"""What every stage is: a Prefect task that is retried for transient errors only, from the last commit."""
+"""The decorator of every stage: a Prefect task that is retried from the last commit, for transient errors only."""
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
 from rl_core.errors import Stalled, TransientError
-from tasks.session import Session, current_session
+from tasks.session.session import Session, current_session
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -30,33 +31,40 @@ def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
     return False
 
 
-def stage(name: str, detail: str = "") -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Makes a function of the current session a stage: printed as it passes, retried, with fresh workers each time.
+def stage(
+    name: str, detail: str = ""
+) -> Callable[[Callable[Concatenate[Session, Parameters], Result]], Callable[Parameters, Result]]:
+    """Makes a function of a session a stage: callers leave the session out, `stage` passes that of the running flow.
 
-    `detail` is what the printed line says of the stage's arguments, in the form of `str.format`. What is done is
-    told by the store's manifests, so Prefect caches nothing.
+    A stage is printed as it runs and retried with fresh workers. `detail` is what the printed line says of the stage's
+    arguments, in the form of `str.format`. The store's manifests record what is done, so Prefect caches nothing.
     """
 
-    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    def decorate(function: Callable[Concatenate[Session, Parameters], Result]) -> Callable[Parameters, Result]:
         @wraps(function)
-        def body(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        def attempt(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             session, start = current_session(), time.monotonic()
-            session.status.stage(name)
+            session.telemetry.status.stage(name)
             session.console.stage(name, detail.format(*args, **kwargs))
             try:
-                result = function(*args, **kwargs)
+                result = function(session, *args, **kwargs)
             except TransientError as error:
                 session.failures.append(_ending(session, error))
                 session.console.note(f"{name} failed and may be tried again: {error}")
                 if isinstance(error, Stalled):
-                    session.console.note(f"stacks: {session.keep_stall(error.report)}")
-                session.drop_workers()
+                    session.console.note(f"stacks: {session.telemetry.record_hang(error.report)}")
+                session.workers.drop()
                 raise
             session.console.done(name, time.monotonic() - start)
             return result
 
+        # Prefect binds a task's arguments to its signature, to which the session does not belong.
+        signature = inspect.signature(function)
+        attempt.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(signature.parameters.values())[1:]
+        )
         prefect_task = task(name=name, cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=is_transient)(
-            body
+            attempt
         )
 
         @wraps(function)
@@ -77,7 +85,7 @@ def stage(name: str, detail: str = "") -> Callable[[Callable[Parameters, Result]
 
 def _ending(session: Session, error: TransientError) -> str:
     """Where in training an attempt ended, and by which kind of error."""
-    status = session.status.status
+    status = session.telemetry.status.status
     where = f" at step {status.step + 1}, {status.phase}" if status.phase else ""
     return f"{type(error).__name__}{where}"
 

@@ -1,18 +1,17 @@
 """Stage: a segment of reinforcement-learning steps."""
 
-from tasks.session import current_session
+from tasks.session.session import Session
 from tasks.stage import stage
 
 
 @stage("train", "up to step {0}")
-def train(until: int) -> int:
+def train(session: Session, until: int) -> int:
     """Trains up to step `until` from the last committed step; returns the step that is committed now.
 
-    A signal in between raises what it always does, after the step where that is soon done.
+    A signal takes effect after the current step if it finishes within the grace period, otherwise immediately.
     """
-    session = current_session()
-    trainer = session.trainer
-    with session.stopping.stepping():
+    trainer = session.workers.start_trainer()
+    with session.telemetry.stopping.stepping():
         trainer.fit(until)
-    session.flush_metrics(trainer.step)
+    session.tracking.flush_paced(trainer.step)
     return trainer.step

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from rl_core.models.tiny import save_tiny_model
 from rl_core.storage import run_files
 from rl_core.storage.ledger import Ledger
 from rl_core.storage.store import Store
+from rl_core.trainer.observer import NullObserver, RunObserver
 from rl_core.trainer.trainer import PPOTrainer
 
 # Metrics that differ between runs that train the same.
@@ -136,15 +137,27 @@ def make_trainer(
     config: RunConfig,
     model: Path,
     roles: Roles,
-    on_step: Callable[[dict[str, Any]], None] = lambda record: None,
-    on_commit: Callable[[int], None] = lambda step: None,
+    observer: RunObserver | None = None,
 ) -> PPOTrainer:
     """A trainer that may be started, with its data prepared and the offline model in the folder `model`."""
     save_tiny_model(model, config.model.tiny, 24, config.trainer.seed)
     tokenizer = load_tokenizer(model)
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
     rows = RLHFDataset.load(store, "train", tokenizer)
-    return PPOTrainer(config, store, tokenizer, rows, data_hash, roles, on_step, on_commit)
+    return PPOTrainer(config, store, tokenizer, rows, data_hash, roles, observer or NullObserver())
+
+
+class Events(NullObserver):
+    """Writes down steps and commits."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self.events.append(f"step {record['step']}")
+
+    def on_commit(self, step: int) -> None:
+        self.events.append(f"commit {step}")
 
 
 class Bench:
@@ -164,10 +177,7 @@ class Bench:
         It may fail when it has taken its rollouts for the n-th time.
         """
         events: list[str] = []
-        trainer = make_trainer(
-            self.store(name), config or self.config, self.home / "model", self.roles,
-            lambda record: events.append(f"step {record['step']}"), lambda step: events.append(f"commit {step}"),
-        )  # fmt: skip
+        trainer = make_trainer(self.store(name), config or self.config, self.home / "model", self.roles, Events(events))
         take, taken = trainer.queue.take, itertools.count(1)
 
         def watched(step: int, attempt: int = 0) -> tuple[DataProto, DataProto | None]:

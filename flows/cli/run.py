@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 from flows.cli.base import Commands, add_command, add_settings
 from flows.home import home_folder, prepare_home, prepare_libraries
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     composed = compose(options.recipe, options.overrides)
     home = prepare_home(options.verbose)
     from flows.preflight import check_prefect, preflight, watched
-    from tasks.runs.run import committed_step, find_run
+    from tasks.runs.run import committed_step, find_run, open_run
 
     check_prefect()
     with watched(composed.config):
@@ -78,7 +79,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     start_guardian()  # before Prefect starts a server
     from prefect.exceptions import TerminationSignal
 
-    from flows.post_train import run_here
+    from flows.post_train import post_train, run_as_flow
+
+    def stages() -> dict[str, Any]:
+        with watched(composed.config):
+            opened = open_run(composed, home, options.run, options.resume, options.new)
+        return post_train(opened, options.verbose, options.keep_data)
 
     signal.signal(signal.SIGTERM, _terminate)
     # Ctrl-C reaches all processes of a terminal, and Prefect's server, which starts now, has to outlive the run.
@@ -87,10 +93,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     start = time.monotonic()
     options.resume_hint = _resume_command(options, name)
     try:
-        result = run_here(
-            options.recipe, options.overrides, options.run, options.resume, options.new, options.verbose,
-            options.keep_data,
-        )  # fmt: skip
+        result = run_as_flow(composed, options.overrides, stages)
     except (KeyboardInterrupt, TerminationSignal) as signalled:
         with suppress(RollforwardError):  # storage may be out of reach
             console.note(f"stopped at step {committed_step(store)} of {composed.config.trainer.steps}")

@@ -98,11 +98,26 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
     `recipe` is a name from rl_core/config/recipes or a path that ends in .yaml; in an override the value is YAML and
     `null` unsets. Raises `InputError` with all problems of the layers at once.
     """
+    return _composed(_recipe_values(recipe, Path.cwd(), ()), overrides, recipe)
+
+
+def extend(composed: Composed, overrides: Sequence[str]) -> Composed:
+    """The same config with further overrides `a.b=value`; the recipe is not read again.
+
+    Raises `InputError` with all problems at once.
+    """
+    values = {
+        key: _Value(leaf.value, composed.origins[key])
+        for key, leaf in _leaves(composed.config.model_dump(mode="json"), "").items()
+    }
+    return _composed(values, overrides, composed.recipe)
+
+
+def _composed(values: dict[str, _Value], overrides: Sequence[str], recipe: str) -> Composed:
     problems: list[InputError] = []
-    values = _recipe_values(recipe, Path.cwd(), ()) | _override_values(overrides, problems)
+    values = values | _override_values(overrides, problems)
     config = _validated(values, f"recipe {recipe} and its overrides", problems)
-    origins = {key: values[key].origin if key in values else "default" for key in _fields()}
-    return Composed(config, origins, recipe)
+    return Composed(config, {key: values[key].origin if key in values else "default" for key in _fields()}, recipe)
 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from rl_core.cluster.roles import Roles
@@ -11,6 +11,7 @@ from rl_core.errors import InputError, RollforwardError, TrainingError
 from rl_core.storage import run_files
 from rl_core.storage.store import Json, Store
 from rl_core.trainer.failed_steps import forget_failures, keep_failure
+from rl_core.trainer.observer import RunObserver
 
 logger = logging.getLogger(__name__)
 
@@ -20,23 +21,14 @@ POLL = 0.1
 class Checkpointer:
     """A run's checkpoints, begun and finished one at a time; only a finished one counts."""
 
-    def __init__(
-        self,
-        store: Store,
-        roles: Roles,
-        keep: int,
-        on_commit: Callable[[int], None],
-        on_damage: Callable[[str], None] = logger.error,
-    ) -> None:
-        """Keeps the newest `keep`; `on_commit` gets each step that is committed, `on_damage` what is said of each
-        checkpoint that is passed over."""
-        self.store, self.roles, self.keep = store, roles, keep
-        self.on_commit, self.on_damage = on_commit, on_damage
+    def __init__(self, store: Store, roles: Roles, keep: int, observer: RunObserver) -> None:
+        """Keeps the newest `keep` checkpoints."""
+        self.store, self.roles, self.keep, self.observer = store, roles, keep, observer
         self._begun: tuple[int, Json] | None = None
 
     def recover(self) -> tuple[int, Json] | None:
         """Number and manifest's `meta` of the newest sound checkpoint; what is damaged or unfinished is removed."""
-        found = self.store.latest_valid_step(run_files.CHECKPOINTS, self.on_damage)
+        found = self.store.latest_valid_step(run_files.CHECKPOINTS, self.observer.on_damage)
         self._begun = None
         return (found[0], found[1]["meta"]) if found else None
 
@@ -69,7 +61,7 @@ class Checkpointer:
         self._commit(files)
 
     def rescue(self, step: int, patience_s: float) -> None:
-        """Checkpointer what was begun, where that is `step`, if all its shards are there within `patience_s` seconds.
+        """Commits what was begun, where that is `step`, if all its shards are there within `patience_s` seconds.
 
         Asks no worker, for they may hang or be gone, and never raises: without the commit the step is made again.
         """
@@ -92,7 +84,7 @@ class Checkpointer:
         self._begun = None
         self.store.prune(run_files.CHECKPOINTS, self.keep, newest=step)
         forget_failures(self.store, step)
-        self.on_commit(step)
+        self.observer.on_commit(step)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

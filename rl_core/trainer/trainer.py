@@ -1,11 +1,8 @@
 """PPOTrainer: the loop of reinforcement learning on the driver, from prompts to a committed step."""
 
-import logging
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,11 +20,10 @@ from rl_core.trainer.advantage import apply_correction_and_kl, compute_advantage
 from rl_core.trainer.batch import balanced_order, training_rows
 from rl_core.trainer.checkpoints import Checkpointer
 from rl_core.trainer.metrics import Phases, batch_metrics
+from rl_core.trainer.observer import RunObserver
 from rl_core.trainer.rollout_file import rollout_parquet
 from rl_core.trainer.rollout_queue import STATE_KEY, RolloutQueue
 from rl_core.trainer.sampler import Sampler
-
-logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
@@ -41,19 +37,12 @@ class PPOTrainer:
         rows: RLHFDataset,
         data_hash: str,
         roles: Roles,
-        on_step: Callable[[dict[str, Any]], None],
-        on_commit: Callable[[int], None],
-        on_phase: Callable[[int, str], None] = lambda step, phase: None,
-        stop: Callable[[], bool] = lambda: False,
-        on_damage: Callable[[str], None] = logger.error,
+        observer: RunObserver,
     ) -> None:
-        """`on_step` gets each step's ledger record, `on_commit` the newest step that a checkpoint covers, `on_phase`
-        step and name of each phase as it begins, `on_damage` what is said of a checkpoint that is not used; `stop` says
-        whether a step shall be the last one."""
-        self.config, self.store, self.roles = config, store, roles
-        self.on_step, self.on_phase, self.stop = on_step, on_phase, stop
+        """`data_hash` identifies the committed `rows`; a checkpoint of other rows is refused."""
+        self.config, self.store, self.roles, self.observer = config, store, roles, observer
         self.ledger = Ledger(store)
-        self.checkpointer = Checkpointer(store, roles, config.trainer.keep_checkpoints, on_commit, on_damage)
+        self.checkpointer = Checkpointer(store, roles, config.trainer.keep_checkpoints, observer)
         weights = [source.weight for source in config.data.sources]
         loader = StatefulLoader(rows.sizes, config.data.train_batch_size, config.trainer.seed, data_hash, weights)
         self.queue = RolloutQueue(config, rows, loader, roles)
@@ -84,7 +73,7 @@ class PPOTrainer:
         last = self.step >= until
         while not last:
             step = self.step + 1
-            phase = Phases(partial(self.on_phase, step))
+            phase = Phases(partial(self.observer.on_phase, step))
             # A step whose checkpoint has to hold rollouts that were made ahead is made again with them instead.
             with nullcontext() if config.max_staleness else self.checkpointer.kept():
                 batch, metrics = self.sampler.batch(step, phase)
@@ -120,14 +109,14 @@ class PPOTrainer:
                     metrics["kl/canary"] = roles.rollout.push_weights(step)
             with phase("commit"):
                 self.store.write_bytes(run_files.rollouts(step), rollout_parquet(batch))
-                last = step == until or self.stop()
+                last = step == until or self.observer.should_stop()
                 if last or step % config.trainer.save_every == 0:
                     self.checkpointer.begin(step, self._meta(step))
             # The record comes before the manifest: it counts once a manifest covers its step.
             record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
             self.ledger.write(step, record)
             self.step = step
-            self.on_step(record)
+            self.observer.on_step(record)
         self.checkpointer.finish(self.queue.saved(self.step + 1))
 
     def _meta(self, step: int) -> Json:

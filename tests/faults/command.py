@@ -76,7 +76,8 @@ def prepare() -> None:
     from rl_core.trainer.sampler import Sampler
     from tasks import evaluate
     from tasks.registry.registry import Registry
-    from tasks.session import Session
+    from tasks.runs.run import committed_step
+    from tasks.tracking.run_tracking import RunTracking
 
     now: Step = lambda *_, **__: last_step()  # noqa: E731
     begins(Sampler, "batch")
@@ -92,8 +93,8 @@ def prepare() -> None:
     only(lambda _self, rel, *_: rel.startswith(run_files.CHECKPOINTS), Store, "commit_folder", "manifest",
          lambda _self, rel, *_: int(rel.rpartition("_")[2]))  # fmt: skip
     around(Ledger, "write", "ledger record", "ledger record", lambda _self, step, _record: step)
-    around(Session, "flush_metrics", "metric flush", "metric flush", lambda _self, step: step)
-    around(evaluate, "_kept", "evaluation", "evaluation", lambda session, *_: session.committed_step())
+    around(RunTracking, "flush_paced", "metric flush", "metric flush", lambda _self, step: step)
+    around(evaluate, "_kept", "evaluation", "evaluation", lambda session, *_: committed_step(session.store))
     around(Registry, "register", "registration", "registration", now)
     around(Registry, "promote", "alias move", "alias move", now)
     starts(Roles)
@@ -130,15 +131,15 @@ def note_processes(actors: dict[str, int]) -> None:
 
 def revive(boundary: str, when: str) -> None:
     """Where the plan kills a process that has ended by then, it is started again first."""
-    from tasks.session import current_session
+    from tasks.session.session import current_session
 
     left = kills_left(faults())
     if left and (left[0].boundary, left[0].when) == (boundary, when):
         try:
             find(faults(), left[0].victim)
         except LookupError:
-            current_session().drop_workers()
-            _ = current_session().trainer
+            current_session().workers.drop()
+            current_session().workers.start_trainer()
 
 
 def tokens_of(result: Any) -> int:

@@ -191,7 +191,7 @@ home = prepare_home(False)
 from flows.preflight import preflight, watched
 from tasks.prepare_data import prepare_data
 from tasks.runs.run import open_run
-from tasks.session import open_session
+from tasks.session.session import open_session
 
 class Silent(MemoryFileSystem):
     protocol = "silent"

@@ -20,7 +20,7 @@ from rl_core.training.checkpoint import load_engine
 from rl_core.training.mesh import RankMesh
 from tasks.runs.report_page import described, run_page
 from tasks.runs.run import open_run
-from tasks.session import Session, open_session
+from tasks.session.session import Session, open_session
 
 ROOM = "free space there and give the same command again"
 
@@ -108,7 +108,7 @@ DAMAGES = {
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
     with open_session(open_run(compose("demo", []), tmp_path, "hurt")) as session:
-        session.console = Console(io.StringIO())
+        session.console = session.telemetry.console = Console(io.StringIO())
         yield session
 
 
@@ -126,7 +126,7 @@ def test_a_person_sees_the_damage_when_a_run_is_taken_up(session: Session, damag
     folder = session.store.local_path(run_files.checkpoint(2))
     assert folder
     DAMAGES[damage][0](folder / "actor/b")
-    found = session.store.latest_valid_step(run_files.CHECKPOINTS, session.warn)
+    found = session.store.latest_valid_step(run_files.CHECKPOINTS, session.telemetry.warn)
     assert found and found[0] == 1 and not folder.exists()
     words = f"{folder} is damaged and is not used: {DAMAGES[damage][1]}"
     assert words in said(session) and f"hurt/{run_files.CHECKPOINTS}" in words
@@ -134,7 +134,7 @@ def test_a_person_sees_the_damage_when_a_run_is_taken_up(session: Session, damag
 
 
 def test_the_report_says_what_happened(session: Session) -> None:
-    session.warn("step 2 is damaged <actor/b>")
+    session.telemetry.warn("step 2 is damaged <actor/b>")
     assert "What happened" in run_page(session.store, {}) and "damaged &lt;actor/b&gt;" in run_page(session.store, {})
     assert "step 2 is damaged <actor/b>" in described(session.store, {})
 
@@ -142,28 +142,28 @@ def test_the_report_says_what_happened(session: Session) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("folder", ["data", "warm_start", "export/step_000004"])
 def test_a_damaged_folder_is_told_and_made_again(session: Session, folder: str, damage: str) -> None:
-    assert session.verified_manifest(folder) is None
+    assert session.assets.verify_or_remove(folder) is None
     files = [session.store.add_bytes(name.encode() * 1000, folder, f"actor/{name}") for name in "ab"]
     manifest = session.store.commit_folder(folder, {}, files)
-    assert session.verified_manifest(folder) == manifest and said(session) == ""
-    session.drop_workers()  # before a retry
+    assert session.assets.verify_or_remove(folder) == manifest and said(session) == ""
+    session.workers.drop()  # before a retry
     rank_mesh = session.store.local_path(folder)
     assert rank_mesh
     DAMAGES[damage][0](rank_mesh / "actor/b")
-    assert session.verified_manifest(folder) is None and not rank_mesh.exists()
+    assert session.assets.verify_or_remove(folder) is None and not rank_mesh.exists()
     assert f"{rank_mesh} is damaged and is made again: {DAMAGES[damage][1]}" in said(session)
 
 
 def test_a_copy_of_a_remote_folder_is_made_right(session: Session) -> None:
     session.store = Store("memory://copies/hurt")
     session.store.commit_folder("warm_start", {}, [session.store.add_bytes(b"weights", "warm_start", "model")])
-    folder = session.local_copy("warm_start")
+    folder = session.assets.download("warm_start")
     (folder / "model").write_bytes(b"weird")  # a download that was killed, or an earlier folder of that name
-    session.drop_workers()
-    assert (session.local_copy("warm_start") / "model").read_bytes() == b"weights"
+    session.workers.drop()
+    assert (session.assets.download("warm_start") / "model").read_bytes() == b"weights"
     session.store.write_bytes("warm_start/model", b"other")
     (folder / "model").unlink()
-    session.drop_workers()
+    session.workers.drop()
     with pytest.raises(TransientError, match="warm_start/model is not as it was committed"):
-        session.local_copy("warm_start")
+        session.assets.download("warm_start")
     assert not (folder / "model").exists()

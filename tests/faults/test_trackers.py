@@ -21,7 +21,7 @@ from rl_core.config.compose import compose
 from rl_core.errors import InputError, TransientError
 from rl_core.storage.status import Status
 from tasks.runs.run import Run, open_run
-from tasks.session import Session, open_session
+from tasks.session.session import Session, open_session
 from tasks.tracking import outage
 from tasks.tracking.outage import Pace
 from tasks.tracking.stale_runs import STORE_TAG
@@ -85,23 +85,23 @@ def test_down_at_the_start_in_the_middle_and_at_the_end(
     with open_session(run) as session:
         for step in (0, 1, 2):
             commit(session.store, *range(1, step + 1)[-1:])
-            session.flush_now(step)
+            session.tracking.flush(step)
         proxy.up()
         commit(session.store, 3)
-        session.flush_now(3)
+        session.tracking.flush(3)
         assert points(proxy.uri, "outages")["reward/mean"] == [1, 2, 3]
         assert mlflow_run(proxy.uri, "outages").data.params["trainer.steps"] == "4"
         proxy.down()
         commit(session.store, 4)
-        session.flush_now(4)
+        session.tracking.flush(4)
         with pytest.raises(TransientError, match="MLflow"):
-            session.send_metrics(4)
+            session.tracking.send(4)
     proxy.up()
     # How it ended could not be told, and four of the steps are there; the next attempt mends both.
     assert mlflow_run(proxy.uri, "outages").info.status == "RUNNING"
     run.lock.close()
     with open_session(begin(tmp_path, "outages", proxy.uri)) as session:
-        session.send_metrics(4)
+        session.tracking.send(4)
     assert points(proxy.uri, "outages") == dict.fromkeys(KEYS, [1, 2, 3, 4])
     assert mlflow_run(proxy.uri, "outages").info.status == "FINISHED"
 
@@ -110,7 +110,7 @@ def test_down_at_the_start_in_the_middle_and_at_the_end(
 def test_statuses_say_how_a_run_ended(sqlite_uri: str, tmp_path: Path, error: BaseException | None) -> None:
     try:
         with open_session(begin(tmp_path, "ended", sqlite_uri)) as session:
-            session.flush_now(0)
+            session.tracking.flush(0)
             commit(session.store, 1)
             if error:
                 raise error
@@ -125,17 +125,17 @@ def test_statuses_say_how_a_run_ended(sqlite_uri: str, tmp_path: Path, error: Ba
 def test_an_answer_that_is_lost_doubles_nothing(proxy: Proxy, tmp_path: Path, answer: str) -> None:
     name = f"lost-{answer.replace('/', '-')}"
     with open_session(begin(tmp_path, name, proxy.uri)) as session:
-        session.tracker.experiment = name
+        session.tracking.tracker.experiment = name
         commit(session.store, 1)
         proxy.lost[answer] = 1
-        session.send_metrics(1)  # MLflow's client repeats the request
+        session.tracking.send(1)  # MLflow's client repeats the request
         assert proxy.lost[answer] == 0
         commit(session.store, 2)
         proxy.lost["runs/log-batch"] = 1
-        session.flush_metrics(2)  # here it does not
+        session.tracking.flush_paced(2)  # here it does not
         assert proxy.lost["runs/log-batch"] == 0
         commit(session.store, 3)
-        session.flush_metrics(3)
+        session.tracking.flush_paced(3)
     assert points(proxy.uri, name) == dict.fromkeys(KEYS, [1, 2, 3])
     assert mlflow_run(proxy.uri, name).info.status == "FINISHED"
 
@@ -149,7 +149,9 @@ def test_an_answer_that_is_lost_registers_nothing_twice(proxy: Proxy, tmp_path: 
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         proxy.lost[answer] = 1
-        version = session.registry.register(folder, session.tracker.run_id, name, {"step": "1"}, {"score_after": 0.5})
+        version = session.registry.register(
+            folder, session.tracking.tracker.run_id, name, {"step": "1"}, {"score_after": 0.5}
+        )
         session.registry.set_alias("candidate", version)
         assert proxy.lost[answer] == 0
         assert [info.version for info in session.registry.versions()] == [version]
@@ -163,7 +165,7 @@ def test_a_model_whose_upload_failed_is_registered_once(proxy: Proxy, tmp_path: 
         folder = tmp_path / "model"
         folder.mkdir()
         (folder / "config.json").write_text("{}")
-        run_id = session.tracker.run_id
+        run_id = session.tracking.tracker.run_id
         patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         proxy.lost["config.json"] = 1
         with pytest.raises(TransientError):
@@ -181,7 +183,7 @@ def test_a_server_that_does_not_answer_takes_a_bounded_share_of_the_time(
     monkeypatch.setattr(Pace, "FREE_S", 0.3)
     name = fault.replace(" ", "-")
     with open_session(begin(tmp_path, name, proxy.uri)) as session:
-        session.send_metrics(0)
+        session.tracking.send(0)
         proxy.silent_paths = {"silent": "/", "silent but healthy": "log-batch", "slow": ""}[fault]
         proxy.delay_s = 30.0 if fault == "slow" else 0.0
         waited, longest, begun = training(session, 30)
@@ -189,7 +191,7 @@ def test_a_server_that_does_not_answer_takes_a_bounded_share_of_the_time(
         # One call in so many steps: it costs its deadline, and then a rest ten times as long begins.
         assert waited < 0.2 * (time.monotonic() - begun) + 3
         proxy.silent_paths, proxy.delay_s = "", 0.0
-        session.send_metrics(30)
+        session.tracking.send(30)
     assert points(proxy.uri, name)["reward/mean"] == list(range(1, 31))
 
 
@@ -200,7 +202,7 @@ def training(session: Session, steps: int) -> tuple[float, float, float]:
         time.sleep(0.1)
         commit(session.store, step)
         start = time.monotonic()
-        session.flush_metrics(step)
+        session.tracking.flush_paced(step)
         waits.append(time.monotonic() - start)
     return sum(waits), max(waits), begun
 
@@ -228,16 +230,16 @@ def test_a_locked_file_loses_nothing(sqlite_uri: str, tmp_path: Path, monkeypatc
             start = time.monotonic()
             for step in (1, 2):
                 commit(session.store, step)
-                session.flush_metrics(step)
+                session.tracking.flush_paced(step)
             assert time.monotonic() - start < 5
             with pytest.raises(TransientError, match="locked"):
                 session.registry.aliases()
             other.execute("ROLLBACK")
             commit(session.store, 3)
-            session.send_metrics(3)
+            session.tracking.send(3)
             other.execute("BEGIN IMMEDIATE")  # others may read
             commit(session.store, 4)
-            session.flush_now(4)
+            session.tracking.flush(4)
             assert points(sqlite_uri, "locked")["reward/mean"] == [1, 2, 3]
             other.execute("ROLLBACK")
     assert points(sqlite_uri, "locked")["reward/mean"] == [1, 2, 3, 4]
@@ -248,8 +250,8 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next(sqlite_uri: str, tmp_
     states = {"killed": "running", "living": "running", "told": "failed", "elsewhere": "running"}
     for name, state in states.items():
         with open_session(begin(tmp_path, name, sqlite_uri)) as session:
-            session.flush_now(0)
-            tracker = session.tracker
+            session.tracking.flush(0)
+            tracker = session.tracking.tracker
         # As a process leaves it that cannot tell how it ends.
         mlflow_client(sqlite_uri).update_run(tracker.run_id, status="RUNNING")
         if name == "elsewhere":
@@ -258,7 +260,7 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next(sqlite_uri: str, tmp_
         status = Status(state=state, pid=pid, host=socket.gethostname(), beat=time.time())  # type: ignore[arg-type]
         session.store.write_json("status.json", status.model_dump())
     with open_session(begin(tmp_path, "next", sqlite_uri)) as session:
-        session.flush_now(0)
+        session.tracking.flush(0)
         seen = {name: mlflow_run(sqlite_uri, name).info.status for name in states}
     assert seen == {"killed": "KILLED", "living": "RUNNING", "told": "FAILED", "elsewhere": "RUNNING"}
 

@@ -16,9 +16,9 @@ import pytest
 from flows import attempts
 from flows.attempts import begin_attempt
 from flows.home import prepare_environment
-from flows.retrain import limited, plan_retraining
+from flows.retrain import limits, plan_retraining
 from flows.server.service_file import Service, running_services, write_services
-from rl_core.config.compose import compose
+from rl_core.config.compose import compose, extend
 from rl_core.data.identity import data_identity
 from rl_core.errors import InputError, TrainingError, TransientError
 from rl_core.runtime.process import Process
@@ -53,15 +53,16 @@ def test_made_rows_are_new_data_when_their_settings_or_the_seed_are() -> None:
 
 def test_a_date_goes_into_the_paths_that_ask_for_it(tmp_path: Path) -> None:
     settings = ["data.source=files", "data.path=rows/{as_of}/*.jsonl", "data.val_path=held_out.jsonl"]
-    config = compose("demo", limited("demo", settings, date(2026, 2, 3), None)).config
+    composed = compose("demo", settings)
+    config = extend(composed, limits(composed.config, date(2026, 2, 3), None)).config
     assert (config.data.path, config.data.val_path) == ("rows/2026-02-03/*.jsonl", "held_out.jsonl")
     with pytest.raises(InputError, match="as_of"):
-        limited("demo", [], date(2026, 2, 3), None)
+        limits(compose("demo").config, date(2026, 2, 3), None)
 
 
 def test_a_limit_lowers_the_steps_only() -> None:
-    assert compose("demo", limited("demo", [], None, 7)).config.trainer.steps == 7
-    assert compose("demo", limited("demo", ["trainer.steps=5"], None, 7)).config.trainer.steps == 5
+    assert limits(compose("demo").config, None, 7) == ["trainer.steps=7"]
+    assert limits(compose("demo", ["trainer.steps=5"]).config, None, 7) == ["trainer.steps=5"]
 
 
 def test_there_is_a_reason_to_train_once_unless_something_triggers_it(tmp_path: Path) -> None:

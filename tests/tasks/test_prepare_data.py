@@ -15,7 +15,7 @@ from rl_core.data.rows import make_row
 from rl_core.errors import InputError
 from tasks.prepare_data import prepare_data, show
 from tasks.runs.run import open_run
-from tasks.session import open_session
+from tasks.session.session import open_session
 
 Prepare = Callable[..., dict[str, Any]]
 

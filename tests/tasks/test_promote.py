@@ -19,7 +19,7 @@ from tasks.prepare_data import prepare_data
 from tasks.promote import last_metrics, promote
 from tasks.registry.registry import Registry
 from tasks.runs.run import open_run
-from tasks.session import Session, open_session
+from tasks.session.session import Session, open_session
 from tasks.tracking.tracker import mlflow_client
 
 BAD, GOOD = [1.0] * 10 + [0.0] * 22, [1.0] * 30 + [0.0] * 2
@@ -45,8 +45,8 @@ def add_version(session: Session, greedy: list[float], **more: Any) -> str:
     """A registered version with such an evaluation at step 1, which the other runs can find."""
     weights = f"weights of {session.run.name}"
     folder = model_folder(session.run.home / session.run.name)
-    version = session.registry.register(folder, session.tracker.run_id, weights, {}, {})
-    data, settings = scoring.rows_hash(session.val_rows.rows), scoring.settings_of(session.config)
+    version = session.registry.register(folder, session.tracking.tracker.run_id, weights, {}, {})
+    data, settings = scoring.rows_hash(session.assets.val_rows.rows), scoring.settings_of(session.config)
     result = scoring.cached(
         Store(str(session.run.home / "runs")), weights, data, settings, lambda: evaluation(greedy, **more)
     )

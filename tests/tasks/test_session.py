@@ -11,9 +11,9 @@ from rl_core.config.compose import compose
 from rl_core.errors import InputError
 from rl_core.storage.status import read_status
 from rl_core.storage.store import Store
-from tasks import session as sessions
 from tasks.runs.run import Run, open_run
-from tasks.session import open_session
+from tasks.session import workers
+from tasks.session.session import open_session
 
 
 class Workers:
@@ -30,8 +30,8 @@ class Workers:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "ray_session", lambda *_: nullcontext())
-    monkeypatch.setattr(sessions, "Roles", Workers)
+    monkeypatch.setattr(workers, "ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr(workers, "Roles", Workers)
     monkeypatch.setattr(Workers, "ended", 0)
 
 
@@ -48,24 +48,24 @@ def taken_over(run: Run) -> None:
 
 def test_a_holder_that_lost_its_lease_starts_and_ends_no_workers(tmp_path: Path) -> None:
     with open_session(opened(tmp_path)) as session:
-        assert session.roles
+        assert session.workers.start()
         taken_over(session.run)
-        session.drop_workers()
+        session.workers.drop()
         with pytest.raises(InputError, match="has taken over"):
-            _ = session.roles
+            session.workers.start()
     assert Workers.ended == 0
 
 
 def test_workers_end_with_the_session(tmp_path: Path) -> None:
     with open_session(opened(tmp_path)) as session:
-        assert session.roles
+        assert session.workers.start()
     assert Workers.ended == 1
 
 
 def test_a_hang_is_told_though_its_stacks_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_session(opened(tmp_path)) as session:
         (tmp_path / "stalls").touch()  # no folder can be made there
-        session._on_hang(60)
+        session.telemetry.on_hang(60)
         assert read_status(Store(session.run.url)).state == "failed"
     said = capsys.readouterr().out
     assert "no progress for 60 s" in said and "stacks: not kept: " in said
@@ -80,7 +80,7 @@ def test_an_error_while_workers_end_does_not_hide_how_the_run_ended(
 
     monkeypatch.setattr(Workers, "close", fail)
     with pytest.raises(type(error)), open_session(opened(tmp_path)) as session:  # noqa: PT012
-        assert session.roles
+        assert session.workers.start()
         raise error
     assert read_status(Store(str(tmp_path / "runs/x"))).state == state  # type: ignore[union-attr]
     with open_session(opened(tmp_path)):  # the lease was given up

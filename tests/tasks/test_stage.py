@@ -9,7 +9,7 @@ from support_runs import SIZES
 from rl_core.config.compose import compose
 from rl_core.errors import InputError, TrainingError, TransientError, WorkerError, WorkerLost
 from tasks.runs.run import open_run
-from tasks.session import open_session
+from tasks.session.session import open_session
 from tasks.stage import _ending, _given_up, is_transient
 
 ERRORS = {
@@ -51,7 +51,7 @@ def test_the_end_of_a_run_says_what_to_type(tmp_path: Path) -> None:
 def test_attempts_are_counted_and_compared(tmp_path: Path) -> None:
     with open_session(open_run(compose("demo", SIZES), tmp_path, "counted")) as session:
         assert _ending(session, TransientError("storage")) == "TransientError"
-        session.status.phase(12, "update")
+        session.telemetry.status.phase(12, "update")
         same = _ending(session, WorkerLost("rank 1"))
     assert _given_up("train", [same] * 3) == (
         "train was given up after trainer.max_attempts=3 attempts: each with WorkerLost at step 12, update"

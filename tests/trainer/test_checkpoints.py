@@ -14,6 +14,20 @@ from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Json, Store
 from rl_core.trainer.checkpoints import Checkpointer
 from rl_core.trainer.failed_steps import failed_step, read_failure
+from rl_core.trainer.observer import NullObserver
+
+
+class Noted(NullObserver):
+    """Notes commits and damages."""
+
+    def __init__(self, committed: list[int], damages: list[str] | None = None) -> None:
+        self.committed, self.damages = committed, [] if damages is None else damages
+
+    def on_commit(self, step: int) -> None:
+        self.committed.append(step)
+
+    def on_damage(self, message: str) -> None:
+        self.damages.append(message)
 
 
 class Files:
@@ -60,7 +74,7 @@ def committed() -> list[int]:
 
 @pytest.fixture
 def checkpointer(store: Store, roles: Files, committed: list[int]) -> Checkpointer:
-    return Checkpointer(store, roles, 2, committed.append)  # type: ignore[arg-type]
+    return Checkpointer(store, roles, 2, Noted(committed))  # type: ignore[arg-type]
 
 
 def folder(step: int) -> str:
@@ -103,7 +117,7 @@ def test_what_a_crash_left_half_written_is_swept_away(checkpointer: Checkpointer
     checkpointer.begin(1, {"step": 1})
     checkpointer.finish()
     checkpointer.begin(2, {"step": 2})
-    after = Checkpointer(store, roles, 2, lambda step: None)  # type: ignore[arg-type]
+    after = Checkpointer(store, roles, 2, NullObserver())  # type: ignore[arg-type]
     assert store.exists(f"{folder(2)}/actor/first")
     assert after.recover() == (1, {"step": 1})
     assert store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
@@ -117,7 +131,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(checkpointer: Checkpoi
         checkpointer.finish()
     store.write_bytes(f"{folder(2)}/actor/second", b"other")
     told: list[str] = []
-    after = Checkpointer(store, checkpointer.roles, 2, lambda step: None, told.append)
+    after = Checkpointer(store, checkpointer.roles, 2, Noted([], told))
     assert after.recover() == (1, {"step": 1})
     assert store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
     assert told == [f"{store.url}/{folder(2)} is damaged and is not used: actor/second: wrong checksum"]

@@ -93,7 +93,8 @@ def test_a_run_that_has_to_stop_keeps_the_step_before(bench: Bench) -> None:
 def test_a_run_that_is_told_to_stop_commits_the_step_that_is_under_way(bench: Bench, undisturbed: list[str]) -> None:
     seldom = bench.config.model_copy(update={"trainer": bench.config.trainer.model_copy(update={"save_every": 3})})
     trainer, events = bench.start("told to stop", config=seldom)
-    trainer.stop = lambda: trainer.step == 1  # while the second step is made
+    # While the second step is made.
+    trainer.observer.should_stop = lambda: trainer.step == 1  # type: ignore[method-assign]
     trainer.fit(STEPS)
     assert events == ["rollouts 1", "step 1", "rollouts 2", "step 2", "commit 2"] and trainer.step == 2
     trainer, events = bench.start("told to stop", config=seldom)
@@ -190,7 +191,7 @@ def test_a_rank_that_is_stopped_costs_no_step_that_is_finished(bench: Bench, und
     """The last one: its worker does not answer any more."""
     store = bench.store("hung")
     trainer, events = bench.start("hung")
-    actor, on_step = bench.roles.actor, trainer.on_step
+    actor, on_step = bench.roles.actor, trainer.observer.on_step
 
     def stop(record: dict) -> None:
         on_step(record)
@@ -199,7 +200,7 @@ def test_a_rank_that_is_stopped_costs_no_step_that_is_finished(bench: Bench, und
         os.kill(actor.ranks[0].pid, signal.SIGSTOP)
         actor.deadline = 2.0
 
-    trainer.on_step = stop
+    trainer.observer.on_step = stop  # type: ignore[method-assign]
     with pytest.raises(Stalled, match=r"generate_sequences on rank\(s\) \[0\].*\n.*is stopped by a signal"):
         trainer.fit(STEPS)
     assert store.committed_steps(run_files.CHECKPOINTS) == [] and events == ["rollouts 1", "step 1"]

@@ -43,7 +43,7 @@ def saved(engine: TrainEngine, tmp_path: Path) -> Path:
 
 
 def refused(engine: TrainEngine, folder: Path, words: str) -> None:
-    """Checkpointer the folder as it is, and sees that it is not loaded."""
+    """Commits the folder as it is, and sees that it is not loaded."""
     store = Store(str(folder.parents[1]))
     store.commit_folder("step", {})
     assert store.verify("step") == []

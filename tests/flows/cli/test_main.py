@@ -9,6 +9,7 @@ from prefect.exceptions import TerminationSignal
 from flows import attempts, preflight, train
 from flows.cli import main as cli
 from flows.cli import run as runs
+from rl_core.config.compose import compose
 
 WAY = "rollforward run demo --run x"
 
@@ -42,7 +43,7 @@ def test_a_sigterm_that_prefect_could_not_pass_on_is_one(
         raise TerminationSignal(signal=15)
 
     monkeypatch.setenv("ROLLFORWARD_HOME", str(tmp_path_factory.mktemp("home")))
-    monkeypatch.setattr(post_train, "run_here", told_to_stop)
+    monkeypatch.setattr(post_train, "run_as_flow", told_to_stop)
     monkeypatch.setattr(runs, "start_guardian", lambda: None)
     monkeypatch.setattr(runs.signal, "signal", lambda *_: None)
     monkeypatch.setattr(runs.signal, "pthread_sigmask", lambda *_: None)
@@ -58,7 +59,7 @@ def test_a_flow_run_that_is_started_again_keeps_its_rows(
 
     seen: dict[str, Any] = {}
     monkeypatch.setattr(preflight, "preflight", lambda *_, **__: None)
-    monkeypatch.setattr(post_train.post_train, "fn", lambda *_, **options: seen.update(options) or {})
+    monkeypatch.setattr(post_train, "post_train", lambda run, **options: seen.update(options) or run.close() or {})
     home = tmp_path_factory.mktemp("home")
-    train.run_stages(attempts.Attempt(home, "0123456789", number), "demo", [], None, None)
+    train.run_stages(attempts.Attempt(home, "0123456789", number), compose("demo"), None, None)
     assert seen["keep_data"] == (number > 1)

@@ -8,7 +8,7 @@ from support_runs import SIZES
 from rl_core.config.compose import compose
 from rl_core.errors import InputError
 from tasks.runs.run import Run, find_run, open_run
-from tasks.session import open_session
+from tasks.session.session import open_session
 
 
 def opened(home: Path, *settings: str) -> Run:

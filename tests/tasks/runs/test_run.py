@@ -11,7 +11,7 @@ from rl_core.storage import run_files
 from rl_core.storage.lease import Lease
 from rl_core.storage.store import Store
 from tasks.runs.run import Run, open_run
-from tasks.session import open_session
+from tasks.session.session import open_session
 
 
 def opened(tmp_path: Path, home: str) -> Run:
@@ -37,7 +37,7 @@ def test_a_session_whose_run_was_taken_over_ends_and_writes_nothing_more(tmp_pat
         run.lease._thread.join()
         after = Lease(store, "one", expire_s=0.3, renew_s=0.1, machine="another machine")
         before = store.read_bytes("status.json")
-        session.warn("never to be read")
+        session.telemetry.warn("never to be read")
     assert store.read_bytes("status.json") == before and not store.exists("notes.json")
     after.check()
     after.end()

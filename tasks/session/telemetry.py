@@ -1,0 +1,91 @@
+"""What a run reports while it works: on the console, in its folder, on Prefect's pages and to MLflow."""
+
+import threading
+import time
+from typing import Any
+
+from rl_core.console import Console, duration
+from rl_core.errors import TransientError
+from rl_core.storage import run_files
+from rl_core.storage.status import State, StatusWriter
+from rl_core.trainer.observer import RunObserver
+from tasks.prefect_server.artifacts import PrefectPages
+from tasks.runs.hang_report import keep_stall, own_frames
+from tasks.runs.run import Run, committed_step
+from tasks.runs.signals import Stopping
+from tasks.tracking.run_tracking import RunTracking
+
+RECENT = 10
+"""Steps over which the time per step is averaged."""
+
+
+class RunTelemetry(RunObserver):
+    """Reports the progress of one run everywhere that users look."""
+
+    def __init__(self, run: Run, tracking: RunTracking) -> None:
+        self.run, self.config, self.store, self.tracking = run, run.composed.config, run.store, tracking
+        self.pages = PrefectPages(run.name)
+        self.console = Console(also=self.pages.line)
+        self.status = StatusWriter(self.store, self.config.trainer.steps, committed_step(self.store))
+        self.stopping = Stopping(self.config.trainer.grace_s, self.console.note)
+        self._seconds: list[float] = []
+        for key, (before, now) in run.changed_layout.items():
+            self.console.note(f"{key} was {before} when the run began, now {now}: results are equal within rounding")
+
+    def warn(self, text: str) -> None:
+        """Prints a warning and records it for the report."""
+        self.console.note(f"! {text}")
+        notes = self.store.read_json(run_files.NOTES) if self.store.exists(run_files.NOTES) else []
+        self.store.write_json(run_files.NOTES, [*notes, {"time": time.time(), "text": text}])
+
+    def on_damage(self, message: str) -> None:
+        """Warns of a checkpoint that is skipped as damaged."""
+        self.warn(message)
+
+    def on_phase(self, step: int, phase: str) -> None:
+        """Writes the phase to the status file."""
+        self.status.phase(step, phase)
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        """Prints the step and updates the status file and Prefect's progress bar."""
+        step, total, metrics = record["step"], self.config.trainer.steps, record["metrics"]
+        self._seconds = [*self._seconds[1 - RECENT :], metrics["time/step"]]
+        mean = sum(self._seconds) / len(self._seconds)
+        self.stopping.step_began(mean)
+        self.status.update(step=step, phase="", seconds_per_step=mean, reward=metrics.get("reward/mean"))
+        left = self.status.status.seconds_left
+        self.console.step(step, total, metrics, left)
+        self.pages.progress(step, total, f"step {step} of {total}, {duration(left)} left")
+
+    def on_commit(self, step: int) -> None:
+        """Sends the step to MLflow, unless that would slow training down."""
+        self.tracking.flush_paced(step)
+
+    def should_stop(self) -> bool:
+        """Whether a signal has requested that training ends after the current step."""
+        return self.stopping.asked()
+
+    def record_hang(self, why: str) -> str:
+        """Writes who waits for what, `why`, and this process's stacks to a file below the home folder.
+
+        Returns the file, or why it could not be written.
+        """
+        try:
+            return str(keep_stall(self.run.home, self.run.name, self.status.status, why))
+        except OSError as error:
+            return f"not kept: {error}"
+
+    def on_hang(self, silent_s: float) -> None:
+        """Reports that this process is about to be killed because it made no progress."""
+        doing, frames = self.status.status.doing, own_frames(threading.main_thread().ident or 0)
+        why = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s): {doing}; this process is in {frames}"
+        self.console.failure(TransientError(why))
+        self.console.note(f"the same command with --run {self.run.name} continues from the last committed step")
+        self.console.note(f"stacks: {self.record_hang(why)}")  # its disk may be what hangs
+        self.status.close("failed", why)
+        self.tracking.end("failed", flush=False)
+
+    def close(self, state: State, why: str) -> None:
+        """Records how the run ended."""
+        self.status.close(state, why if state == "failed" else "")
+        self.tracking.end(state)

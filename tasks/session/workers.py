@@ -1,0 +1,96 @@
+"""A run's worker groups and its trainer: started when a stage first needs them, dropped before a retry."""
+
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from rl_core.cluster.resources import ray_session
+from rl_core.cluster.roles import Roles
+from rl_core.errors import RollforwardError, TrainingError
+from rl_core.models.load import check_shape, same_shape
+from rl_core.storage import run_files
+from rl_core.trainer.observer import RunObserver
+from rl_core.trainer.trainer import PPOTrainer
+from tasks.runs.run import Run
+from tasks.session.assets import RunAssets
+
+
+class RunWorkers:
+    """Ray, the worker groups and the trainer of one run."""
+
+    def __init__(self, run: Run, assets: RunAssets, observer: RunObserver, verbose: bool) -> None:
+        """Starts nothing. `verbose` shows the output of the workers."""
+        self.run, self.config, self.assets, self.observer = run, run.composed.config, assets, observer
+        self._verbose = verbose
+        self._resources = ExitStack()
+        self._roles: Roles | None = None
+        self._trainer: PPOTrainer | None = None
+
+    def start(self) -> Roles:
+        """The worker groups, started with Ray unless they run."""
+        if self._roles is None:
+            self._resources.enter_context(ray_session(self.run.home, self.config.slots, self._verbose))
+            self.run.lease.check()  # a run that another process has taken over has its workers there
+            self._roles = Roles(self.config, self.run.url)
+            self._resources.callback(self._close, self._roles)
+        return self._roles
+
+    def _close(self, roles: Roles) -> None:
+        with suppress(RollforwardError):  # if the lease is lost or storage is away, Ray ends this process's workers
+            self.run.lease.check()
+            roles.close()
+
+    def start_trainer(self) -> PPOTrainer:
+        """The trainer, started at the last committed step unless it runs."""
+        if self._trainer is None:
+            assets, manifest = self.assets, self.run.store.read_manifest(run_files.DATA)
+            assert manifest is not None, "data is prepared before training"
+            trainer = PPOTrainer(
+                self.config,
+                self.run.store,
+                assets.tokenizer,
+                assets.train_rows,
+                manifest["meta"]["data_hash"],
+                self.start(),
+                self.observer,
+            )
+            trainer.start(str(assets.fetch_policy_model()))
+            self._trainer = trainer
+        return self._trainer
+
+    def train_to(self, step: int) -> Roles:
+        """The worker groups with the policy of a committed step; steps whose checkpoints are damaged are trained again.
+
+        Raises TrainingError when training is already beyond that step.
+        """
+        trainer = self.start_trainer()
+        if trainer.step > step:
+            raise TrainingError(f"the policy of step {step} is needed, but training is at step {trainer.step}")
+        if trainer.step < step:
+            trainer.fit(step)
+        return self.start()
+
+    def load_model(self, folder: Path) -> Roles:
+        """The worker groups with another model, restarted where its shape differs; ends the trainer.
+
+        Raises InputError when the model is too small for the rows.
+        """
+        check_shape(folder, self.config.max_length, self.config.rollout.tensor_parallel_size)
+        if not same_shape(folder, self.assets.fetch_policy_model()):
+            self.drop()
+        self._trainer = None
+        roles = self.start()
+        roles.init_models(str(folder), 1)
+        roles.rollout.push_weights(0)
+        return roles
+
+    def drop(self, patience_s: float = 0.0) -> None:
+        """Ends workers and Ray; the next stage that needs them starts anew from the last commit.
+
+        A finished step is committed before, if all its shards are written within `patience_s` seconds. Not where the
+        step depends on rollouts made ahead, which only the workers may have.
+        """
+        if self._trainer and not self.config.max_staleness:
+            self._trainer.checkpointer.rescue(self._trainer.step, patience_s)
+        self._trainer = self._roles = None
+        self.assets.forget()
+        self._resources.close()
