@@ -207,9 +207,9 @@ if (looking := os.fork()) == 0:
 print("ended with", os.waitstatus_to_exitcode(os.waitpid(looking, 0)[1]), flush=True)
 
 rows = ["data.source=files", "data.path=silent://rows.parquet", "data.val_path=silent://val.parquet"]
-with open_session(open_run(compose("grpo", [*rows, "trainer.stall_timeout_s=2"]), home, "silent")):
+with open_session(open_run(compose("grpo", [*rows, "trainer.stall_timeout_s=2"]), home, "silent")) as session:
     print("child", subprocess.Popen(["sleep", "600"]).pid, flush=True)
-    prepare_data.__wrapped__()
+    prepare_data.__wrapped__(session)
 """
 
 

@@ -46,8 +46,8 @@ def prepare(folder: Path, tmp_path: Path, sqlite_uri: str) -> Iterator[Prepare]:
 
     def prepared(**options: bool) -> dict[str, Any]:
         run = open_run(compose("grpo", settings), tmp_path, "mixed")  # where the database of `sqlite_uri` is
-        with open_session(run, **options):
-            return prepare_data.__wrapped__()  # type: ignore[attr-defined, no-any-return]
+        with open_session(run, **options) as session:
+            return prepare_data.__wrapped__(session)  # type: ignore[attr-defined, no-any-return]
 
     yield prepared
 

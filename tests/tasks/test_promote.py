@@ -37,7 +37,7 @@ def model_folder(path: Path) -> Path:
 def session_of(home: Path, name: str, *settings: str) -> Iterator[Session]:
     run = open_run(compose("demo", [*SETTINGS, *settings]), home, name)  # home is where the database of `sqlite_uri` is
     with open_session(run) as session:
-        prepare_data.__wrapped__()  # type: ignore[attr-defined]
+        prepare_data.__wrapped__(session)  # type: ignore[attr-defined]
         yield session
 
 
@@ -57,7 +57,7 @@ def add_version(session: Session, greedy: list[float], **more: Any) -> str:
 
 
 def promoted(session: Session, version: str) -> bool:
-    return "champion" in promote.__wrapped__(version, 1)  # type: ignore[attr-defined]
+    return "champion" in promote.__wrapped__(session, version, 1)  # type: ignore[attr-defined]
 
 
 def run(home: Path, name: str, greedy: list[float], *settings: str, **more: Any) -> bool:
