@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 BACK_OFF = [2.0, 10.0, 30.0, 60.0]
 
 
-def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
+def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
     """Whether a failed attempt may succeed when it is repeated."""
     try:
         state.result(raise_on_failure=True)

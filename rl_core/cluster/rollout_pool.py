@@ -112,7 +112,7 @@ class RolloutPool:
             self._all("receive_weights", version, self.actor.send_weights()[0])
         tolerance = self.config.rollout.canary_tolerance
         seen = self._all("log_probs", canary.token_ids)
-        difference = max(canary.difference(log_probs, version, tolerance) for log_probs in seen)
+        difference: float = max(canary.difference(log_probs, version, tolerance) for log_probs in seen)
         self._all("resume")
         return difference
 

@@ -55,7 +55,8 @@ class SourceOrder:
         if self._windows == 1:
             return [0]
         origin = np.random.SeedSequence([self.seed, epoch, 0, self.number], spawn_key=(1,))
-        return np.random.default_rng(origin).permutation(self._windows).tolist()
+        order: list[int] = np.random.default_rng(origin).permutation(self._windows).tolist()
+        return order
 
 
 class StatefulLoader:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from rl_core.config.schema import EngineConfig, OptimConfig
 from rl_core.data.protocol import DataProto
@@ -54,7 +53,7 @@ class TrainEngine:
             seed: of the first values of adapters.
         """
         self.place, self.device, self.max_tokens, self.source = place, place.device, max_tokens, source
-        self.module, self.model = module, cast(PreTrainedModel, module.hf)
+        self.module, self.model = module, module.hf
         on_gpu = self.device.type == "cuda"
         always = config.offload == "always" or (optim is None and config.reference_offload)
         self._offloaded, self._parks = on_gpu and always, on_gpu and config.offload == "idle"

@@ -100,7 +100,7 @@ def test_no_source_may_pay_for_another() -> None:
     ],
 )
 def test_training_guards_stop_what_was_trained_badly(setting: str, metric: str, fine: float, bad: float) -> None:
-    config = GateConfig(**{setting: 1.0})  # type: ignore[arg-type]
+    config = GateConfig(**{setting: 1.0})
     assert decide(evaluation(GOOD), None, {metric: fine}, config).promote
     assert not decide(evaluation(GOOD), None, {metric: bad}, config).promote
     assert "was not measured" in decide(evaluation(GOOD), None, {}, config).checks[-1].words

@@ -3,7 +3,7 @@
 import io
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -97,11 +97,19 @@ def test_a_read_only_disk_is_read_and_not_written(small_disk: Path) -> None:
     assert found and found[0] == 1 and store.verify(folder) == []
 
 
-DAMAGES = {
+def empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda file: file.write_bytes(file.read_bytes()[:9]), "actor/b: wrong size, 9 bytes instead of 1000"),
     "flipped": (lambda file: file.write_bytes(b"x" + file.read_bytes()[1:]), "actor/b: wrong checksum"),
     "missing": (lambda file: file.unlink(), "actor/b: missing"),
-    "manifest alone": (lambda file: [f.unlink() for f in file.parent.iterdir()], "actor/a: missing; actor/b: missing"),
+    "manifest alone": (
+        lambda file: deque(map(Path.unlink, file.parent.iterdir())),
+        "actor/a: missing; actor/b: missing",
+    ),
 }
 
 

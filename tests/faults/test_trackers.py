@@ -207,7 +207,7 @@ def training(session: Session, steps: int) -> tuple[float, float, float]:
 
 def test_rests_are_in_proportion_to_what_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(outage.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pace = Pace()
     for seconds, rest in ((0.9, 0.0), (3.0, 27.0), (30.0, 270.0), (0.1, 0.0)):
         assert pace.due
@@ -255,7 +255,7 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next(sqlite_uri: str, tmp_
         if name == "elsewhere":
             tracker.set_tags({STORE_TAG: f"another-machine:{session.store.url}"})
         pid = 1 if name == "living" else 2**22 + 1
-        status = Status(state=state, pid=pid, host=socket.gethostname(), beat=time.time())  # type: ignore[arg-type]
+        status = Status(state=state, pid=pid, host=socket.gethostname(), beat=time.time())
         session.store.write_json("status.json", status.model_dump())
     with open_session(begin(tmp_path, "next", sqlite_uri)) as session:
         session.flush_now(0)

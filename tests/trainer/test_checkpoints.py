@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def batch() -> DataProto:
     """A row of a batch as `rollout_parquet` takes it."""
     names = ("stop_reason", "status", "detail", "score_status", "score_detail", "uid")
     row = {"extra_info": {"index": 0}, "data_source": "exact"}
-    arrays = {"seed": [1], "calls": [[]], "row": [row], **{name: ["x"] for name in names}}
+    arrays: dict[str, Any] = {"seed": [1], "calls": [[]], "row": [row], **{name: ["x"] for name in names}}
     ones = torch.ones(1, 2, dtype=torch.long)
     lengths = {"prompt_length": torch.tensor([2]), "response_length": torch.tensor([2])}
     return DataProto.from_dict({"prompts": ones, "responses": ones, **lengths}, arrays)

@@ -37,8 +37,8 @@ def test_the_step_is_that_of_one_rank(outcome: dict[str, dict[str, Tensor]], mod
     assert rows == len(LENGTHS) * int(mesh[-1]) // 4
     torch.testing.assert_close(seen["old_log_probs"], wanted["old_log_probs"][:rows], rtol=0, atol=1e-5)
     torch.testing.assert_close(seen["log_probs"], wanted["log_probs"][:rows], rtol=0, atol=2e-5)
-    tensors = [{k: v for k, v in each.items() if not k.endswith("log_probs")} for each in (seen, wanted)]
-    assert distance(*tensors, "exp_avg.") < 1e-5
-    assert distance(*tensors, "model.") < 1e-5
+    ours, theirs = ({k: v for k, v in each.items() if not k.endswith("log_probs")} for each in (seen, wanted))
+    assert distance(ours, theirs, "exp_avg.") < 1e-5
+    assert distance(ours, theirs, "model.") < 1e-5
     for name in (key for key in wanted if key.startswith("metric.")):
         assert seen[name].item() == pytest.approx(wanted[name].item(), rel=1e-4, abs=1e-6), name

@@ -101,7 +101,9 @@ def parse(form: str, text: str) -> tuple[str, list[ToolCall]]:
 
 @pytest.mark.parametrize(("form", "write"), WRITERS)
 def test_one_call_and_several_are_read_in_every_form(form: str, write: Writer) -> None:
-    for calls in [("add", {})], [("add", NESTED)], [("add", {"a": 1}), ("other", {"text": "é"}), ("add", {"a": -3})]:
+    several = [("add", {"a": 1}), ("other", {"text": "é"}), ("add", {"a": -3})]
+    every: list[list[tuple[str, Any]]] = [[("add", {})], [("add", NESTED)], several]
+    for calls in every:
         assert parse(form, write(*calls)) == ("", [ToolCall(*call) for call in calls])
 
 
