@@ -81,7 +81,7 @@ class Diary(Tool):
     name = "diary"
     description = "Keeps what it is told."
 
-    class arguments(BaseModel):  # noqa: N801
+    class arguments(BaseModel):
         entry: str
 
     def __init__(self) -> None:

@@ -14,6 +14,8 @@ WINDOW = 1 << 20
 
 
 class LoaderState(TypedDict):
+    """The position of a StatefulLoader and the rows that it is valid for."""
+
     positions: list[int]
     seed: int
     sizes: list[int]

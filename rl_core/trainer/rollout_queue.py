@@ -21,6 +21,8 @@ class BatchName(TypedDict):
 
 
 class UpcomingState(TypedDict):
+    """The position of the loader and the batches that were begun ahead of it."""
+
     loader: LoaderState
     ahead: list[BatchName]
 

@@ -1,5 +1,7 @@
 """What must hold for policy losses, aggregation and KL terms whatever the batch is."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,7 +129,7 @@ def test_aggregation_adds_up_over_every_split_of_the_rows(mode: str, seed: int, 
         return aggregate_loss(loss_BR[rows], t.mask_BR[rows], mode, *counts, scale=7.0)
 
     bounds = [0, *sorted(cuts), B]
-    parts = [share(slice(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [share(slice(a, b)) for a, b in itertools.pairwise(bounds)]
     torch.testing.assert_close(torch.stack(parts).sum(), share(slice(None)), rtol=1e-5, atol=1e-6)
 
 

@@ -235,7 +235,7 @@ def test_the_better_of_two_responses_has_the_larger_advantage(name: str) -> None
     worse_BR, better_BR = batch.estimate(name)[0].view(2, 2, R).unbind(1)
     assert (better_BR > worse_BR).all()
     # With a baseline of its own, a prompt's better response is good, however little the prompt earns.
-    assert (better_BR > 0).all() and (worse_BR <= 0).all() or name in ("gae", "reinforce_plus_plus")
+    assert ((better_BR > 0).all() and (worse_BR <= 0).all()) or name in ("gae", "reinforce_plus_plus")
 
 
 @quick

@@ -1,5 +1,4 @@
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ NUMBER = itertools.count()
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_ROWS", 12)
     monkeypatch.setattr(module, "GROUP_ROWS", 5)
-    yield
 
 
 def rows_of(count: int) -> list[Row]:

@@ -102,7 +102,7 @@ def test_down_at_the_start_in_the_middle_and_at_the_end(
     run.lock.close()
     with open_session(begin(tmp_path, "outages", proxy.uri)) as session:
         session.send_metrics(4)
-    assert points(proxy.uri, "outages") == dict.fromkeys(KEYS, [1, 2, 3, 4])
+    assert points(proxy.uri, "outages") == {key: [1, 2, 3, 4] for key in KEYS}
     assert mlflow_run(proxy.uri, "outages").info.status == "FINISHED"
 
 
@@ -115,7 +115,7 @@ def test_statuses_say_how_a_run_ended(sqlite_uri: str, tmp_path: Path, error: Ba
             if error:
                 raise error
     except BaseException as raised:
-        assert raised is error
+        assert raised is error  # noqa: PT017
     wanted = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
     assert mlflow_run(sqlite_uri, "ended").info.status == wanted
     assert points(sqlite_uri, "ended")["reward/mean"] == [1]
@@ -136,7 +136,7 @@ def test_an_answer_that_is_lost_doubles_nothing(proxy: Proxy, tmp_path: Path, an
         assert proxy.lost["runs/log-batch"] == 0
         commit(session.store, 3)
         session.flush_metrics(3)
-    assert points(proxy.uri, name) == dict.fromkeys(KEYS, [1, 2, 3])
+    assert points(proxy.uri, name) == {key: [1, 2, 3] for key in KEYS}
     assert mlflow_run(proxy.uri, name).info.status == "FINISHED"
 
 

@@ -265,7 +265,7 @@ def states_of(home: Path, number: str) -> list[tuple[str, str]]:
 
 def test_down_leaves_nothing(place: Place, first: dict[str, Any]) -> None:
     settings = [*TINY, "trainer.steps=500", "trainer.segment_steps=500"]
-    done, run = place.deployment_run("post-train/post-train", {"overrides": settings, "run_name": "ended"}, watch=False)
+    _, run = place.deployment_run("post-train/post-train", {"overrides": settings, "run_name": "ended"}, watch=False)
     until(lambda: place.committed("ended") != [], 300, place.log)
     process = place.process_of(run["id"])
     ended = rollforward(place.home, "down")

@@ -11,7 +11,7 @@ from support import distance, plain_log_probs, save_grouped_model, save_sharp_mo
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
-from meshes import MODELS  # noqa: E402
+from meshes import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 MESHES = ["2,1", "1,1", "2,2", "1,2"]

@@ -85,7 +85,7 @@ def test_scoring_is_no_part_of_a_trajectorys_time_and_the_wait_for_it_is_known()
         await asyncio.sleep(2.0)
         return RewardResult(1.0, "ok", seconds=2.0)
 
-    batch, engine = rolled_out([1, 5], SimpleNamespace(score=score), row=[ROW, ROW])
+    batch, _ = rolled_out([1, 5], SimpleNamespace(score=score), row=[ROW, ROW])
     assert batch.non_tensor_batch["status"].tolist() == ["completed"] * 2
     assert batch.batch["score_seconds"].tolist() == [2.0, 2.0]
     assert batch.batch["score_wait"].tolist() == pytest.approx([2.0, 2.0], abs=0.3)

@@ -168,7 +168,7 @@ def test_what_a_failed_step_trained_on_is_kept_until_it_is_committed(
     with commits.replayable(2, batch(), metrics):
         pass
     assert failed_step(store, 0) is None
-    with pytest.raises(type(error)) as raised, commits.replayable(2, batch(), metrics):
+    with pytest.raises(type(error)) as raised, commits.replayable(2, batch(), metrics):  # noqa: PT012
         metrics["actor/first_loss"] = 0.25
         raise error
     assert raised.value is error

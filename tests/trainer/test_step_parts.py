@@ -188,7 +188,7 @@ def test_the_shuffle_control_hands_each_prompts_rewards_to_another(step: int) ->
     # A failure goes along with its place, instead of becoming another response's 0.
     given[4] = None
     lost = score(batch, given, run, step).batch["scored"].tolist()
-    assert lost == [value != 4 for value in sum(groups, [])]
+    assert lost == [value != 4 for group in groups for value in group]
 
 
 @settings(deadline=None)
@@ -212,7 +212,7 @@ def test_the_balanced_order_keeps_mini_batches_within_the_shares(
     for k in range(48 // per_mini):
         part = per_mini // world
         parts = [order[rank * share + k * part : rank * share + (k + 1) * part] for rank in range(world)]
-        assert sorted(sum(parts, [])) == list(range(k * per_mini, (k + 1) * per_mini))
+        assert sorted(row for rows in parts for row in rows) == list(range(k * per_mini, (k + 1) * per_mini))
         loads = [sum(lengths[i] for i in rows) for rows in parts]
         assert world == 1 or max(loads) - min(loads) <= max(lengths)
 

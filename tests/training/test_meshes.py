@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_core.training.mesh import Place
 
 sys.path.append(str(Path(__file__).parent))
-from meshes import LENGTHS, MODELS, take_step  # noqa: E402
+from meshes import LENGTHS, MODELS, take_step
 
 # Shards over all; two copies of two shards; four copies; sequences over two ranks and over four, also with copies.
 MESHES = ["4,1", "2,1", "1,1", "4,2", "2,2", "4,4"]

@@ -99,7 +99,7 @@ def test_prompt_turns_and_appended_tokens_are_the_whole_conversation(
         messages = [{"role": role, "content": text} for text in texts]
         # A sampled turn's own white space is never rendered again.
         end = stop_ids(TOKENIZERS[name])[1 if name == "headers" else 0]
-        ids += ids_of(name, answer.strip()) + [end] + CHATS[name].appended_ids(messages, end)
+        ids += [*ids_of(name, answer.strip()), end, *CHATS[name].appended_ids(messages, end)]
         talk += [{"role": "assistant", "content": answer.strip()}, *messages]
     assert ids == ids_of(name, rendered(name, talk))
 

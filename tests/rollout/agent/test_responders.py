@@ -76,7 +76,7 @@ def test_calls_turns_and_texts_have_limits(tiny_model: Path) -> None:
     data, _ = talk(tiny_model, [CALL, CALL, CALL], agent={"tools": ["calculator"], "max_turns": 2})
     assert data.non_tensor_batch["stop_reason"].tolist() == ["max_turns"] and data.batch["turns"].tolist() == [2]
     long = f'[calculator(x="{"9" * 40}")]'
-    data, engine = talk(tiny_model, [long, "9"], agent={"tools": ["calculator"], "max_tool_tokens": 10})
+    data, _ = talk(tiny_model, [long, "9"], agent={"tools": ["calculator"], "max_tool_tokens": 10})
     assert len(data.non_tensor_batch["calls"][0][0]["text"]) <= 10
     data, _ = talk(tiny_model, [CALL, ANSWER], agent={"tools": ["calculator"]}, room=28)
     assert data.non_tensor_batch["stop_reason"].tolist() == ["length"] and data.batch["turns"].tolist() == [1]
