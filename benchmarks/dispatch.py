@@ -41,7 +41,7 @@ class Rank:
         """As of an actor's method."""
         return self
 
-    def remote(self, method: str, answers: bool, *args: Any) -> ray.ObjectRef:
+    def remote(self, method: str, answers: bool, *args: Any) -> ray.ObjectRef[Any]:
         """Puts what is not in the object store yet; returns the answer that is ready."""
         start = time.perf_counter()
         for arg in args:
@@ -90,11 +90,12 @@ def measure(batch: DataProto, layout: Layout, calls: int) -> dict[str, list[floa
         )
     seconds: dict[str, list[float]] = {"split": [], "put": [], "collect": [], "whole call": []}
     put_shared = worker_group.put_shared
+    sharing = 0.0
 
-    def timed(args: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def timed(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         nonlocal sharing
         start = time.perf_counter()
-        stored = put_shared(args)
+        stored = put_shared(calls)
         sharing = time.perf_counter() - start
         return stored
 

@@ -34,7 +34,7 @@ def share_promoted(case: Case, runs: int, seed: int) -> float:
     Rows differ in how hard they are: the champion's chance on each is drawn from Beta(1.4, 0.6), 0.7 on average.
     """
     rng = np.random.default_rng(seed)
-    config = GateConfig(metric="sampled" if case.graded else "greedy", **CONFIG)  # type: ignore[arg-type]
+    config = GateConfig(metric="sampled" if case.graded else "greedy", **CONFIG)
     promoted = 0
     for _ in range(runs):
         chance = rng.beta(1.4, 0.6, case.rows)

@@ -12,7 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +93,7 @@ def main(requests: int, tokens: int) -> None:
             sampling = Sampling(1.0, tokens, (), log_probs=log_probs)
             rows = DataProto.from_dict({}, {"prompt_ids": prompts, "seed": seeds})
             params = [sampling_params(seed, sampling) for seed in seeds]
-            asked = [{"prompt_token_ids": ids} for ids in prompts]
+            asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
             seconds = median_seconds(
                 {
                     "bare": lambda: engine._llm.generate(asked, params, use_tqdm=False),  # noqa: B023
@@ -122,7 +124,7 @@ def show_pushes(sharding: ShardingManager, engine: object) -> None:
     rollout = sharding.rollout
     for version in range(PUSHES):
         whole = ((name, tensor.to(sharding.dtype)) for name, tensor in sharding.actor.full_parameters(merged=True))
-        timed("push", lambda whole=whole, version=version: rollout.update_weights(whole, version))
+        timed("push", partial(rollout.update_weights, whole, version))
         timed("wake cache", rollout.wake_up)
         timed("canary", lambda: rollout.log_probs(list(range(3, 19))))
         if version < PUSHES - 1:

@@ -116,12 +116,12 @@ def judge(soak: Soak) -> list[Row]:
     rows.append(flat("processes", *(median(len(s.processes) for s in part) for part in (early, late))))
     for name in ("segments", "segment_bytes", "kept_files"):
         rows.append(flat(name.replace("_", " "), *(median(getattr(s, name) for s in part) for part in (early, late))))
-    first, last = (
+    before, after = (
         median(soak.seconds[int(begin * soak.steps) : int(end * soak.steps)]) for begin, end in (EARLY, LATE)
     )
-    rows.append(Row("step time", 1000 * first, 1000 * last, "ms", last > (1 + STEP_TIME) * first))
-    first, last = map(cpu_of_a_step, (early, late))
-    return [*rows, Row("CPU of a step", 1000 * first, 1000 * last, "ms", last > (1 + STEP_CPU) * first)]
+    rows.append(Row("step time", 1000 * before, 1000 * after, "ms", after > (1 + STEP_TIME) * before))
+    before, after = map(cpu_of_a_step, (early, late))
+    return [*rows, Row("CPU of a step", 1000 * before, 1000 * after, "ms", after > (1 + STEP_CPU) * before)]
 
 
 def cpu_of_a_step(samples: Sequence[Sample]) -> float:
@@ -192,7 +192,7 @@ def name_of(words: Sequence[str]) -> str:
 
 def watched(process: subprocess.Popen[bytes], home: Path, steps: int) -> Iterator[Sample]:
     """A sample whenever another 1/40 of the steps is done, until the run ends."""
-    root, status, next_step = psutil.Process(process.pid), home / "runs/soak/status.json", 0
+    root, status, next_step = psutil.Process(process.pid), home / "runs/soak/status.json", 0.0
     while process.poll() is None:
         time.sleep(0.2)
         step = json.loads(status.read_text())["step"] if status.exists() else 0

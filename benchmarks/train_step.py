@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,14 +104,15 @@ class Baseline:
     """FSDP2 around the model of transformers, with the same loss's log-probs from whole logits in float32."""
 
     def __init__(self, case: Case, folder: Path, device: torch.device) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
         model.gradient_checkpointing_enable()
         place = make_rank_mesh(device, dist.get_world_size(), dist.get_world_size(), 1)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model.to(device)
         for layer in model.model.layers:
             fully_shard(layer, mesh=place.mesh, mp_policy=policy)
-        self.model = fully_shard(model, mesh=place.mesh, mp_policy=policy).train()
+        fully_shard(model, mesh=place.mesh, mp_policy=policy)
+        self.model = model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
         rows = rows_of(case.tokens // LENGTH, device).batch
         self.ids = torch.cat([rows["prompts"], rows["responses"]], dim=1).to(device)

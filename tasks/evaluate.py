@@ -57,7 +57,9 @@ def champion_result(session: Session, version: str) -> Json | None:
     if champion in (None, version):
         return None
     assert champion is not None
-    kept = session.store.read_json(run_files.CHAMPION) if session.store.exists(run_files.CHAMPION) else None
+    kept: Json | None = (
+        session.store.read_json(run_files.CHAMPION) if session.store.exists(run_files.CHAMPION) else None
+    )
     if kept is None or kept["version"] != champion:
         try:
             result = _of_version(session, champion)
@@ -65,8 +67,8 @@ def champion_result(session: Session, version: str) -> Json | None:
             session.workers.drop()
             result = {"problem": " ".join(str(error).split())}
         session.store.write_json(run_files.CHAMPION, {"version": champion, **result})
-    result = session.store.read_json(run_files.CHAMPION)
-    return result
+    kept = session.store.read_json(run_files.CHAMPION)
+    return kept
 
 
 def _of_version(session: Session, version: str) -> Json:

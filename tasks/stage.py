@@ -4,7 +4,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 BACK_OFF = [2.0, 10.0, 30.0, 60.0]
 
 
-def is_transient(_task: Task, _run: TaskRun, state: State) -> bool:
+def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
     """Whether a failed attempt may succeed when it is repeated."""
     try:
         state.result(raise_on_failure=True)

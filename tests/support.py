@@ -135,7 +135,7 @@ Module = TypeVar("Module", PolicyModel, ValueModel)
 
 def loaded(module: Module, path: Path) -> Module:
     """A module of this process alone, unsharded, with the weights of a checkpoint."""
-    load_weights(module, cast(PreTrainedModel, module.hf), path, CPU)
+    load_weights(module, module.hf, path, CPU)
     return module
 
 
@@ -213,7 +213,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor], prefix: str = "") -> fl
     names = [name for name in b if name.startswith(prefix)]
     assert names and a.keys() == b.keys()
     difference = torch.stack([(a[name] - b[name]).norm() for name in names]).norm()
-    return (difference / torch.stack([b[name].norm() for name in names]).norm()).item()
+    return float(difference / torch.stack([b[name].norm() for name in names]).norm())
 
 
 def plain_log_probs(path: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:

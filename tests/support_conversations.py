@@ -29,7 +29,7 @@ class Script:
         self.read.append(self.tokenizer.decode(token_ids))
         number = next(i for i in range(len(self.turns)) if i * 100 <= seed < i * 100 + 100)
         text = self.turns[number].pop(0)
-        ids = (self.tokenizer.encode(text) + [self.tokenizer.eos_token_id])[: sampling.max_tokens]
+        ids = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id][: sampling.max_tokens]
         stop = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
         return Completion(token_ids, ids, [-0.5] * len(ids), [3] * len(ids), stop)  # type: ignore[arg-type]
 

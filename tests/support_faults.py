@@ -95,7 +95,7 @@ def _kill(folder: Path, kill: Kill, victim: psutil.Process, step: int) -> None:
 
 def _lives(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -138,7 +138,7 @@ def score(response: str, row: dict[str, Any]) -> float:
     """The scorer of runs under test: the share of digits in their right place, as it passes points of its own."""
     step, wanted = last_step(), row["reward_model"]["ground_truth"]
     passing("score", "before", step)
-    right = sum(a == b for a, b in zip(response.strip(), wanted, strict=False)) / len(wanted)
+    right: float = sum(a == b for a, b in zip(response.strip(), wanted, strict=False)) / len(wanted)
     passing("score", "after", step)
     return right
 

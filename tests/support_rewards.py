@@ -3,14 +3,15 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 
-def length(response: str, row: dict) -> float:
+def length(response: str, row: dict[str, Any]) -> float:
     """A tenth for each character, so that even an untrained model's rewards differ."""
     return len("".join(response.split())) / 10
 
 
-def named(response: str, row: dict) -> dict[str, float]:
+def named(response: str, row: dict[str, Any]) -> dict[str, float]:
     """The same score with two named rewards beside it."""
     characters = "".join(response.split())
     return {
@@ -20,7 +21,7 @@ def named(response: str, row: dict) -> dict[str, float]:
     }
 
 
-def slow_when_told(response: str, row: dict) -> float:
+def slow_when_told(response: str, row: dict[str, Any]) -> float:
     """The same score; it takes a minute once there is a file `slow` in the home folder."""
     if Path(os.environ["ROLLFORWARD_HOME"], "slow").exists():
         time.sleep(60)

@@ -19,7 +19,7 @@ SCORED = [True, True, False, False]
 
 
 def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text)
+    return list(TOKENIZER.encode(text))
 
 
 def call(turn: int, name: str, status: str = "ok", **others: Any) -> dict[str, Any]:

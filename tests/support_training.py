@@ -105,7 +105,7 @@ class Trained:
         """A run's store."""
         return Store(str(self.home / "runs" / name))
 
-    def records(self, name: str) -> list[dict]:
+    def records(self, name: str) -> list[dict[str, Any]]:
         """A run's ledger records."""
         files = sorted((self.home / "runs" / name / "ledger").glob("*.json"))
         return [self.store(name).read_json(f"ledger/{file.name}") for file in files]

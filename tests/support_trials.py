@@ -139,7 +139,8 @@ def cost(before: list[dict[str, Any]], kill: dict[str, Any], after: list[dict[st
 
     Between a kill and its discovery a run may go on; what it did until its workers started anew is done again, too.
     """
-    done, later = {_key(event) for event in before}, set()
+    done = {_key(event) for event in before}
+    later: set[Any] = set()
     seconds, tokens = 0.0, 0
     for event in after:
         if event["boundary"] == "start":
@@ -198,7 +199,7 @@ def left_over(trial: Trial) -> list[str]:
 
 def _of(process: psutil.Process, trial: Trial) -> bool:
     try:
-        return process.environ().get(FAULTS) == str(trial.faults)
+        return bool(process.environ().get(FAULTS) == str(trial.faults))
     except psutil.Error:
         return False
 

@@ -81,7 +81,7 @@ class Diary(Tool):
     name = "diary"
     description = "Keeps what it is told."
 
-    class arguments(BaseModel):  # noqa: N801
+    class arguments(BaseModel):
         entry: str
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class NoSchema(Tool):
 
 
 class NoExecute(Written):
-    execute = Tool.execute
+    execute = Tool.execute  # type: ignore[assignment]
 
 
 class NoStep(Environment):
@@ -145,7 +145,7 @@ class Particular(Environment):
 class Countdown(Environment):
     """Counts turns down; some turns make it misbehave."""
 
-    left = 2
+    left: Any = 2
 
     def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         self.left = row.get("turns", 2)

@@ -110,7 +110,7 @@ def _resume_command(options: argparse.Namespace, name: str) -> str:
     return shlex.join(["rollforward", "run", options.recipe, *options.overrides, "--run", name, *flags])
 
 
-def _summary(result: dict, seconds: float) -> list[tuple[str, str]]:
+def _summary(result: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     before, after = result["before"], result["after"]
     where = "" if result["tracking_uri"].startswith("sqlite") else f" --tracking-uri {result['tracking_uri']}"
     return [

@@ -30,8 +30,9 @@ def up(options: argparse.Namespace, console: Console) -> None:
     """Starts what does not run and prints what runs."""
     home = prepare_home(verbose=True)
     from flows.server import services
+    from flows.server.service_file import running_services
 
-    there = services.running_services(home)
+    there = running_services(home)
     running = services.up(home, options.prefect_port, options.mlflow_port, console.note)
     new = [name for name in running if name not in there]
     console.table(services.table(running), f"Services of {home}" if new else f"Services of {home}, all ran already")

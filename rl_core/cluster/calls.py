@@ -37,7 +37,7 @@ class Call:
         self,
         name: str,
         method: str,
-        refs: list[ray.ObjectRef],
+        refs: list[ray.ObjectRef[Any]],
         deadline: float,
         collect: Callable[[list[Any]], Any],
         ranks: Sequence[RankProcess],
@@ -60,8 +60,8 @@ class Call:
         Raises a rank's own error as what it is, so that its kind decides about a retry, WorkerError for what a rank
         raised unforeseen, WorkerLost when a rank was lost, and Stalled when one did not answer within the deadline.
         """
-        results: dict[ray.ObjectRef, Any] = {}
-        failures: dict[ray.ObjectRef, RayError] = {}
+        results: dict[ray.ObjectRef[Any], Any] = {}
+        failures: dict[ray.ObjectRef[Any], RayError] = {}
         pending, failed_at = self.refs, 0.0
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL)
@@ -93,10 +93,10 @@ class Call:
     def _seconds(self) -> float:
         return time.monotonic() - self.start
 
-    def _ranks_of(self, refs: list[ray.ObjectRef]) -> list[int]:
+    def _ranks_of(self, refs: list[ray.ObjectRef[Any]]) -> list[int]:
         return [rank for rank, ref in enumerate(self.refs) if ref in refs]
 
-    def _warn_if_slow(self, pending: list[ray.ObjectRef]) -> None:
+    def _warn_if_slow(self, pending: list[ray.ObjectRef[Any]]) -> None:
         """Says once that the call takes unusually long."""
         usual = max(UNUSUAL * median(self.earlier), UNUSUAL_S) if self.earlier else self.deadline / 2
         if pending and not self._warned and self._seconds > usual:
@@ -106,7 +106,9 @@ class Call:
                 self.name, self.method, self._ranks_of(pending), clock(self.since), self.deadline,
             )  # fmt: skip
 
-    def _fetch(self, done: list[ray.ObjectRef], results: dict[ray.ObjectRef, Any]) -> dict[ray.ObjectRef, RayError]:
+    def _fetch(
+        self, done: list[ray.ObjectRef[Any]], results: dict[ray.ObjectRef[Any], Any]
+    ) -> dict[ray.ObjectRef[Any], RayError]:
         """Adds the results of calls that have ended; returns the errors of the others."""
         # A result that is there may lie on another machine.
         patience = min(max(self.deadline - self._seconds, POLL), threading.TIMEOUT_MAX)
@@ -123,7 +125,7 @@ class Call:
                 failures[ref] = error
         return failures
 
-    def _raise(self, failures: dict[ray.ObjectRef, RayError]) -> None:
+    def _raise(self, failures: dict[ray.ObjectRef[Any], RayError]) -> None:
         """The error that the others follow from: a rank's own, or else the loss of a rank, or else what collectives
         say."""
         ref, error = min(failures.items(), key=lambda item: (_is_consequence(item[1]), _is_loss(item[1])))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -149,7 +150,8 @@ class Placement:
 
     def whole(self) -> bool:
         """Whether all its machines are there."""
-        return placement_group_table(self.group)["state"] == "CREATED"
+        state: str = placement_group_table(self.group)["state"]
+        return state == "CREATED"
 
 
 def reserve(pools: Sequence[ResourcePool], run: str, deadline: float) -> list[Placement]:
@@ -173,7 +175,7 @@ def end_attempts(run: str) -> None:
     try:
         while True:
             named = ray.util.list_named_actors(all_namespaces=True)
-            actors = [actor["name"] for actor in named if actor["namespace"] == mine]  # type: ignore[index]
+            actors = [actor["name"] for actor in named if actor["namespace"] == mine]
             groups = [table for table in _live_groups() if table["name"].rpartition(" (")[0] == mine]
             if not actors and not groups:
                 return
@@ -189,5 +191,5 @@ def end_attempts(run: str) -> None:
         raise TransientError(f"Ray does not answer while an earlier attempt of {run} is ended: {error}") from error
 
 
-def _live_groups() -> list[dict]:
+def _live_groups() -> list[dict[str, Any]]:
     return [table for table in placement_group_table().values() if table["state"] != "REMOVED"]

@@ -55,7 +55,8 @@ class ColocatedRollouts:
 
     def push_weights(self, version: int) -> float:
         """See `Rollouts`."""
-        return max(self.actor.push_weights(version))
+        differences: list[float] = self.actor.push_weights(version)
+        return max(differences)
 
     def submit(self, prompts: DataProto, temperature: float) -> RolloutCall:
         """See `Rollouts`."""

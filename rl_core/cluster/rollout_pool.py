@@ -1,5 +1,6 @@
 """Rollout engines with slots of their own: they go on while the actor trains, and may die one by one."""
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ class RolloutPool:
             self._all("receive_weights", version, self.actor.send_weights()[0])
         tolerance = self.config.rollout.canary_tolerance
         seen = self._all("log_probs", canary.token_ids)
-        difference = max(canary.difference(log_probs, version, tolerance) for log_probs in seen)
+        difference: float = max(canary.difference(log_probs, version, tolerance) for log_probs in seen)
         self._all("resume")
         return difference
 
@@ -255,4 +256,4 @@ def split_rows(uids: list[Any], parts: int) -> list[range]:
     """At most `parts` runs of rows, as equal in length as can be where neighbours with one uid stay together."""
     starts = [row for row in range(len(uids)) if row == 0 or uids[row] != uids[row - 1]] + [len(uids)]
     cuts = [min(starts, key=lambda start: abs(start - k * len(uids) / parts)) for k in range(parts + 1)]
-    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    return [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -72,7 +72,7 @@ class RolloutWorker(Worker):
         self.link = NcclBroadcast(host, port, first + int(os.environ["RANK"]), world_size, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
-    async def receive_weights(self, version: int, refs: list[ray.ObjectRef]) -> None:
+    async def receive_weights(self, version: int, refs: list[ray.ObjectRef[Any]]) -> None:
         """Replaces all weights by what the actor sends: over the link, or by Ray's object store."""
         buckets = self.link.receive() if self.link else iter(await asyncio.gather(*refs))
         self.engine.update_weights((pair for bucket in buckets for pair in unpack(bucket)), version)

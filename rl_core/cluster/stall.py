@@ -107,7 +107,7 @@ def ask_all(ranks: Mapping[int, RankProcess]) -> dict[int, Seen]:
 def _ask_elsewhere(rank: RankProcess) -> "ray.ObjectRef[Seen]":
     there = NodeAffinitySchedulingStrategy(rank.node, soft=False)
     options: Any = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-    return ray.remote(**options)(ask).remote(rank)  # type: ignore[no-any-return]
+    return ray.remote(**options)(ask).remote(rank)
 
 
 def stalled(

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -186,12 +187,12 @@ class ActorRolloutRefWorker(TrainingWorker):
         self.link = NcclBroadcast(host, port, 0, world_size, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self) -> list[ray.ObjectRef]:
+    def send_weights(self) -> list[ray.ObjectRef[Any]]:
         """Sends all weights to the rollout pool: over the link, or by Ray's object store, where rank 0 says what the
         engines have to fetch."""
         dtype = DTYPES[self.config.model.dtype]
         whole = ((name, tensor.to(dtype)) for name, tensor in self.actor.full_parameters())
-        refs: list[ray.ObjectRef] = []
+        refs: list[ray.ObjectRef[Any]] = []
         if dist.get_rank() > 0:
             deque(whole, maxlen=0)  # takes part in gathering them
         elif self.link:

@@ -146,7 +146,7 @@ class RayWorkerGroup:
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
 
-    def _call(self, method: str, refs: list[ray.ObjectRef]) -> Call:
+    def _call(self, method: str, refs: list[ray.ObjectRef[Any]]) -> Call:
         return Call(self.name, method, refs, self.deadline, list, self.ranks, self.seconds[method])
 
     def __getattr__(self, method: str) -> GroupMethod:
@@ -159,7 +159,7 @@ class RayWorkerGroup:
 def put_shared(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """The ranks' arguments with each batch that several ranks get put into the object store, once."""
     times = Counter(id(arg) for args in calls for arg in args if isinstance(arg, DataProto))
-    stored: dict[int, ray.ObjectRef] = {}
+    stored: dict[int, ray.ObjectRef[Any]] = {}
 
     def one(arg: Any) -> Any:
         if times[id(arg)] < 2:

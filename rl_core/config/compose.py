@@ -327,7 +327,7 @@ def _recipe_path(recipe: str, folder: Path) -> Path:
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's plain values: 1e-3 is a number; on, yes, 1:30 and dates are text. A key given twice is an error."""
 
-    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -354,7 +354,7 @@ for _tag, _pattern, _first in (
 
 
 def _load(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader: makes plain values only
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: makes plain values only
 
 
 def _invalid_yaml(error: yaml.YAMLError, where: str) -> InputError:

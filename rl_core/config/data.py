@@ -35,6 +35,8 @@ class SourceConfig(Section):
 
 
 class DataConfig(SourceConfig):
+    """The training and held-out rows: one source, or a mixture of several."""
+
     mixture: tuple[SourceConfig, ...] = ()
     """Several sources at once, as in `[{source: gsm8k, path: …, weight: 2}, {source: files, …}]`; they take the place
     of `data.source` and the settings that belong to it."""

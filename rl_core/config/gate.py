@@ -9,6 +9,8 @@ from rl_core.config.learning import Section
 
 
 class EvaluationConfig(Section):
+    """Evaluation on the held-out rows."""
+
     sampled_n: int = Field(4, ge=1)
     """Sampled responses per held-out prompt."""
     temperature: float = Field(1.0, gt=0)

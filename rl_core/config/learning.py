@@ -18,6 +18,8 @@ class Section(BaseModel):
 
 
 class OptimConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -35,6 +37,8 @@ class OptimConfig(Section):
 
 
 class ActorConfig(Section):
+    """Training of the policy."""
+
     optim: OptimConfig = OptimConfig()
     """Optimizer of the policy."""
     mini_batch_size: int | None = Field(None, ge=1)
@@ -85,6 +89,8 @@ class ActorConfig(Section):
 
 
 class CriticConfig(Section):
+    """Training of the value model."""
+
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """Optimizer of the value model."""
     ppo_epochs: int = Field(1, ge=1)
@@ -94,6 +100,8 @@ class CriticConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    """The way from rewards to advantages."""
+
     estimator: str = "grpo"
     """Name of an advantage estimator (docs/algorithms.md) or `package.module:function` of your own; gae trains a
     critic."""
@@ -131,6 +139,8 @@ class AlgorithmConfig(Section):
 
 
 class CorrectionConfig(Section):
+    """Correction for log-probs that differ between rollout engine and trainer."""
+
     weights: Literal["none", "token", "sequence"] = "none"
     """Importance weights π_old / π_rollout on the loss, of each token or of its sequence."""
     weight_bounds: tuple[float, float] = (0.0, 2.0)

@@ -8,6 +8,8 @@ from rl_core.config.learning import Section
 
 
 class RewardModelConfig(Section):
+    """A reward model that scores finished conversations."""
+
     path: str | None = None
     """Folder of a sequence-classification checkpoint with one label that scores finished conversations; unset: none.
     It reads them with its own tokenizer and chat template, or where it has no template, all texts joined."""
@@ -66,6 +68,8 @@ class JudgeConfig(Section):
 
 
 class RewardConfig(Section):
+    """The scorers, their deadline and their budget of failures."""
+
     function: str | None = None
     """Scorer for all rows: a name from rl_core/rewards/scorers.py or `package.module:function`; unset takes the
     scorer of each row's `data_source`, `none` gives 0. It returns a number, or a dict with `score` and further named

@@ -8,6 +8,8 @@ from rl_core.config.learning import Section
 
 
 class RolloutConfig(Section):
+    """Sampling, and the engine that samples."""
+
     n: int = Field(8, ge=1)
     """Responses per prompt."""
     temperature: float = Field(1.0, gt=0)

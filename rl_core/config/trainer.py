@@ -11,6 +11,8 @@ STALL_SLACK_S = 600.0
 
 
 class TrainerConfig(Section):
+    """Length, ranks and run control of the training."""
+
     steps: int = Field(100, ge=1)
     """Steps of reinforcement learning in the run."""
     segment_steps: int = Field(50, ge=1)

@@ -207,9 +207,9 @@ def _is_json(kind: pa.DataType) -> bool:
         return _is_json(kind.value_type)
     if pa.types.is_nested(kind):
         return all(_is_json(kind.field(number).type) for number in range(kind.num_fields))
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return text or number or pa.types.is_null(kind)
+    text: bool = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    number: bool = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return text or number or bool(pa.types.is_null(kind))
 
 
 def _json_lines(file: io.RawIOBase, url: str, columns: Collection[str] | None) -> Iterator[Found]:

@@ -14,6 +14,8 @@ WINDOW = 1 << 20
 
 
 class LoaderState(TypedDict):
+    """The position of a StatefulLoader and the rows that it is valid for."""
+
     positions: list[int]
     seed: int
     sizes: list[int]
@@ -55,7 +57,8 @@ class SourceOrder:
         if self._windows == 1:
             return [0]
         origin = np.random.SeedSequence([self.seed, epoch, 0, self.number], spawn_key=(1,))
-        return np.random.default_rng(origin).permutation(self._windows).tolist()
+        order: list[int] = np.random.default_rng(origin).permutation(self._windows).tolist()
+        return order
 
 
 class StatefulLoader:

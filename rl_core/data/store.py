@@ -123,7 +123,7 @@ class StoredRows(Sequence[Row]):
                 raise InputError(f"prepared {split} rows", f"no file {part}", store.url, fix)
         first, last = self._open(0).metadata, self._open(len(parts) - 1).metadata
         self._part_rows, self._group_rows = first.num_rows, first.row_group(0).num_rows
-        self._rows = (len(parts) - 1) * self._part_rows + last.num_rows
+        self._rows: int = (len(parts) - 1) * self._part_rows + last.num_rows
 
     def __len__(self) -> int:
         return self._rows

@@ -34,7 +34,8 @@ def bootstrap_interval(values: ArrayLike, level: float, seed: int) -> tuple[floa
     def drawn(count: int) -> Values:
         if len(value_U) * _CHEAPER < len(value_N):  # drawing how often each value comes is the same, and faster
             return rng.multinomial(len(value_N), count_U / len(value_N), count) @ value_U / len(value_N)
-        return value_N[rng.integers(0, len(value_N), (count, len(value_N)), dtype=np.int32)].mean(axis=1)
+        mean_C: Values = value_N[rng.integers(0, len(value_N), (count, len(value_N)), dtype=np.int32)].mean(axis=1)
+        return mean_C
 
     # Adding up rounds: without the clip the mean of equal halves can lie a hair outside of what was seen.
     mean_R = _repeated(drawn, len(value_N)).clip(value_N.min(), value_N.max())
@@ -55,7 +56,8 @@ def mcnemar(candidate: ArrayLike, champion: ArrayLike) -> float:
     difference_N = _differences(candidate, champion)
     gained, lost = int((difference_N > 0).sum()), int((difference_N < 0).sum())
     discordant = gained + lost
-    return sum(comb(discordant, k) for k in range(gained, discordant + 1)) / 2**discordant
+    chance: float = sum(comb(discordant, k) for k in range(gained, discordant + 1)) / 2**discordant
+    return chance
 
 
 def sign_flips(candidate: ArrayLike, champion: ArrayLike, seed: int) -> float:
@@ -69,7 +71,8 @@ def sign_flips(candidate: ArrayLike, champion: ArrayLike, seed: int) -> float:
 
     def drawn(count: int) -> Values:
         positive_RU = rng.binomial(count_U, 0.5, (count, len(size_U)))
-        return (2.0 * positive_RU - count_U) @ size_U
+        sum_R: Values = (2.0 * positive_RU - count_U) @ size_U
+        return sum_R
 
     sum_R, seen = _repeated(drawn, len(size_U)), difference_N.sum()
     return (1 + int((sum_R >= seen - 1e-9).sum())) / (1 + RESAMPLES)

@@ -31,7 +31,8 @@ class WeightFiles:
         """Some rows of a tensor (dimension 0); a scalar is read whole."""
         with safe_open(self.folder / self.file_of[name], framework="pt") as file:
             part = file.get_slice(name)
-            return part[rows] if part.get_shape() else file.get_tensor(name)
+            values: Tensor = part[rows] if part.get_shape() else file.get_tensor(name)
+            return values
 
 
 def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device, seed: int = 0) -> None:

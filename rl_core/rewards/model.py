@@ -58,7 +58,8 @@ class RewardModel:
     def encode(self, messages: Messages, response: str) -> list[int]:
         """Token ids of a conversation; InputError when the chat template refuses it."""
         if not self.tokenizer.chat_template:
-            return self.tokenizer("".join(message["content"] for message in messages) + response)["input_ids"]
+            ids: list[int] = self.tokenizer("".join(message["content"] for message in messages) + response)["input_ids"]
+            return ids
         conversation = [*messages, {"role": "assistant", "content": response}]
         try:
             return list(self.tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
@@ -95,7 +96,8 @@ class RewardModel:
         mask_BT = (torch.arange(longest) < length_B[:, None]).long()
         device = self.model.device
         output = self.model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))
-        return output.logits[:, 0].float().cpu()
+        score_B: Tensor = output.logits[:, 0].float().cpu()
+        return score_B
 
 
 def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:

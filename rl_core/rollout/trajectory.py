@@ -87,7 +87,7 @@ def to_batch(trajectories: list[Trajectory], width: int) -> DataProto:
     """
     longest = max(len(t.prompt_ids) for t in trajectories)
 
-    def padded(sequences: list[list], columns: int, dtype: type[np.generic], filler: int = 0) -> torch.Tensor:
+    def padded(sequences: list[list[Any]], columns: int, dtype: type[np.generic], filler: int = 0) -> torch.Tensor:
         out = np.full((len(sequences), columns), filler, dtype=dtype)
         length_B = np.array([len(sequence) for sequence in sequences])
         # `fromiter` takes a sixth of the time of making tensors from lists.

@@ -47,7 +47,8 @@ def start_guardian() -> None:
 def is_guardian(process: psutil.Process) -> bool:
     """Whether the process is a run's guardian: it ends by itself when it has done its work, and not before."""
     with suppress(psutil.Error):
-        return process.environ().get(TOKEN, "").startswith(_GUARDIAN)
+        token: str = process.environ().get(TOKEN, "")
+        return token.startswith(_GUARDIAN)
     return False
 
 

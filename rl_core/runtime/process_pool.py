@@ -82,6 +82,7 @@ class PoolProcess(multiprocessing.context.SpawnProcess):
     """A spawned process that starts without the parent's main module."""
 
     def start(self) -> None:
+        """See `multiprocessing.Process`."""
         with _without_main():
             super().start()
 

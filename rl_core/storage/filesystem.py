@@ -38,19 +38,24 @@ class RemoteFile(io.RawIOBase):
         self._fetch, self._size, self._at = fetch, size, 0
 
     def readable(self) -> bool:
+        """See `io.RawIOBase`."""
         return True
 
     def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See `io.RawIOBase`."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
     def tell(self) -> int:
+        """See `io.RawIOBase`."""
         return self._at
 
     def readinto(self, buffer: "memoryview[int]") -> int:  # type: ignore[override]
+        """See `io.RawIOBase`."""
         end = min(self._at + len(buffer), self._size)
         data = self._fetch(self._at, end) if end > self._at else b""
         buffer[: len(data)] = data

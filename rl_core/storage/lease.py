@@ -49,6 +49,7 @@ class Holder:
 
     @classmethod
     def of_this_process(cls, machine: str) -> "Holder":
+        """This process as a holder, with an identity of its own."""
         process = Process.of(os.getpid())
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         return cls(uuid.uuid4().hex, socket.gethostname(), machine, process.pid, process.started, since)

@@ -65,7 +65,7 @@ class Status(BaseModel):
         try:
             # A number is given again to later processes.
             process = psutil.Process(self.pid)
-            return process.create_time() <= self.beat + 1 and process.status() != psutil.STATUS_ZOMBIE
+            return bool(process.create_time() <= self.beat + 1 and process.status() != psutil.STATUS_ZOMBIE)
         except (psutil.Error, ValueError, OverflowError):
             return False
 

@@ -35,7 +35,8 @@ def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step:
 
 def response_seeds(origin: list[int], count: int) -> list[int]:
     """One sampling seed a response, from the numbers that name its batch."""
-    return np.random.SeedSequence(origin).generate_state(count).tolist()
+    seeds: list[int] = np.random.SeedSequence(origin).generate_state(count).tolist()
+    return seeds
 
 
 def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:

@@ -24,6 +24,8 @@ class BatchKey(TypedDict):
 
 
 class RolloutQueueState(TypedDict):
+    """The position of the loader and the batches that were begun ahead of it."""
+
     loader: LoaderState
     ahead: list[BatchKey]
 

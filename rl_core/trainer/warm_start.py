@@ -89,7 +89,7 @@ def conversation(
     for own, group in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
         if own:
             for message in group:
-                ids = tokenizer.encode(message["content"], add_special_tokens=False) + [tokenizer.eos_token_id]
+                ids = [*tokenizer.encode(message["content"], add_special_tokens=False), tokenizer.eos_token_id]
                 trajectory.response_ids += ids
                 trajectory.response_mask += [1] * len(ids)
         else:

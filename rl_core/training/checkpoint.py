@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ def save_engine(engine: TrainEngine, store: Store, folder: str, group: dist.Proc
     return written
 
 
-def _write(state: dcp.metadata.STATE_DICT_TYPE, store: Store, folder: str, group: dist.ProcessGroup) -> list[Json]:
+def _write(state: dict[str, Any], store: Store, folder: str, group: dist.ProcessGroup) -> list[Json]:
     entries = _write_shards(state, store, folder, group)
     parts: list[list[Json]] | None = [[]] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     with _real_cause(folder, writing=True):
@@ -72,9 +73,7 @@ def _write(state: dcp.metadata.STATE_DICT_TYPE, store: Store, folder: str, group
     return entries
 
 
-def _write_shards(
-    state: dcp.metadata.STATE_DICT_TYPE, store: Store, folder: str, group: dist.ProcessGroup
-) -> list[Json]:
+def _write_shards(state: dict[str, Any], store: Store, folder: str, group: dist.ProcessGroup) -> list[Json]:
     local, (above, _, name) = store.local_path(folder), folder.rpartition("/")
     if local is not None:
         with _real_cause(str(local), writing=True):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from rl_core.config.schema import FSDPConfig, OptimConfig
 from rl_core.data.protocol import DataProto
@@ -54,16 +53,16 @@ class TrainEngine:
             seed: of the first values of adapters.
         """
         self.rank_mesh, self.device, self.max_tokens, self.source = rank_mesh, rank_mesh.device, max_tokens, source
-        self.module, self.model = module, cast(PreTrainedModel, module.hf)
+        self.module, self.model = module, module.hf
         on_gpu = self.device.type == "cuda"
         always = config.offload == "always" or (optim is None and config.reference_offload)
-        self._offloaded, self._offloads = on_gpu and always, on_gpu and config.offload == "idle"
-        self._offloaded = False
+        self._always_offloaded, self._offloads_when_idle = on_gpu and always, on_gpu and config.offload == "idle"
+        self._is_offloaded = False
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
         self._shard(DTYPES[dtype], config.compile)
-        load_weights(module, self.model, source, torch.device("cpu") if self._offloaded else self.device, seed)
-        if self._offloaded:
+        load_weights(module, self.model, source, torch.device("cpu") if self._always_offloaded else self.device, seed)
+        if self._always_offloaded:
             for part in module.modules():
                 for name, buffer in part.named_buffers(recurse=False):
                     setattr(part, name, buffer.to(self.device))
@@ -76,7 +75,7 @@ class TrainEngine:
             "mesh": self.rank_mesh.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         }
-        if self._offloaded:
+        if self._always_offloaded:
             options["offload_policy"] = CPUOffloadPolicy()
         layers = set(self.model._no_split_modules or [])
         for child in self.module.modules():
@@ -158,15 +157,15 @@ class TrainEngine:
 
     def offload(self) -> None:
         """Moves weights and optimizer states to the machine's memory until they are used again, if so configured."""
-        if self._offloads and not self._offloaded:
+        if self._offloads_when_idle and not self._is_offloaded:
             self._move(torch.device("cpu"))
-            self._offloaded = True
+            self._is_offloaded = True
             torch.cuda.empty_cache()
 
     def _onload(self) -> None:
-        if self._offloaded:
+        if self._is_offloaded:
             self._move(self.device)
-            self._offloaded = False
+            self._is_offloaded = False
 
     def _move(self, device: torch.device) -> None:
         self.module.to(device)

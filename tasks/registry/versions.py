@@ -43,7 +43,8 @@ def version_info(version: Any, aliases: Mapping[str, str]) -> VersionInfo:
     number = str(version.version)
 
     def tag(key: str) -> str | None:
-        return version.tags.get(TAG_PREFIX + key)
+        value: str | None = version.tags.get(TAG_PREFIX + key)
+        return value
 
     def score(key: str) -> float | None:
         text = tag(key)

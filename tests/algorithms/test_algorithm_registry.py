@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def batch() -> DataProto:
     )
 
 
-def run_config(**sections: dict) -> RunConfig:
+def run_config(**sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(sections)
 
 
@@ -142,7 +143,7 @@ def test_a_policy_loss_of_ones_own_keeps_its_aggregation(own: str) -> None:
 
 
 def test_names_do_not_leak_between_registries() -> None:
-    registry: Registry = Registry("thing", "a.b")
+    registry: Registry[Any] = Registry("thing", "a.b")
     registry.register("mine")(lambda: 1)
     assert registry.resolve("mine").function() == 1 and registry.resolve("mine").needs == ()
     with pytest.raises(InputError, match=r"name of a thing \(mine\)"):

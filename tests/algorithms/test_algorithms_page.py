@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support_pages import page, table, write_files
@@ -14,12 +15,12 @@ from rl_core.config.compose import compose, flatten, recipe_names
 PAGE = "algorithms"
 TASKS = {"demo", "gsm8k", "learn_copy", "reasoning", "tools"}
 FAMILIES = sorted(set(recipe_names()) - TASKS)
-SECTIONS = {"Advantage estimators": ESTIMATORS, "Policy losses": POLICY_LOSSES}
+SECTIONS: dict[str, Registry[Any]] = {"Advantage estimators": ESTIMATORS, "Policy losses": POLICY_LOSSES}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_name_has_a_row_and_its_recipes_use_it(section: str) -> None:
-    registry: Registry = SECTIONS[section]
+    registry = SECTIONS[section]
     rows = {cells[0].strip("` "): cells for cells in table(PAGE, section)}
     assert rows.keys() == registry.entries.keys()
     for name, cells in rows.items():

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,11 +35,12 @@ NEEDS = {
 }
 
 
-def rows(name: str) -> list[dict]:
-    return json.loads((GOLDEN / f"{name}.json").read_text())
+def rows(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((GOLDEN / f"{name}.json").read_text())
+    return found
 
 
-def cases(name: str, *keys: str) -> list:
+def cases(name: str, *keys: str) -> list[Any]:
     """Every case of a file, named by the given keys."""
     return [
         pytest.param(row, id="-".join([*(str(row[key]) for key in keys), row["mask"], str(i)]))
@@ -46,7 +48,7 @@ def cases(name: str, *keys: str) -> list:
     ]
 
 
-def tensors(case: dict) -> dict[str, Tensor]:
+def tensors(case: dict[str, Any]) -> dict[str, Tensor]:
     return {k: torch.tensor(v) for k, v in case["inputs"].items() if isinstance(v, list) and k != "uid"}
 
 
@@ -68,7 +70,7 @@ def test_the_files_hold_what_they_should() -> None:
 
 
 @pytest.mark.parametrize("case", cases("advantage", "estimator"))
-def test_advantages(case: dict) -> None:
+def test_advantages(case: dict[str, Any]) -> None:
     x, entry = tensors(case), ESTIMATORS.resolve(case["estimator"])
     given = {**case["inputs"], **x}
     needed = {name: given[NEEDS[name]] for name in entry.needs}
@@ -94,7 +96,7 @@ def test_gdpo_is_the_whitened_sum_of_golden_grpo_advantages() -> None:
     assert not advantages_BR[~on].any()
 
 
-def policy_case(case: dict) -> tuple[Tokens, LossSettings, dict[str, Tensor], str]:
+def policy_case(case: dict[str, Any]) -> tuple[Tokens, LossSettings, dict[str, Tensor], str]:
     """Inputs of a policy loss: its tokens, settings from the config, what it needs, and its name."""
     x, name = tensors(case), case["loss"].removesuffix("_asym")
     actor = {SETTINGS.get(key, key): value for key, value in case["settings"].items()}
@@ -111,7 +113,7 @@ def policy_case(case: dict) -> tuple[Tokens, LossSettings, dict[str, Tensor], st
 
 
 @pytest.mark.parametrize("case", cases("policy_loss", "loss"))
-def test_policy_loss_and_gradient(case: dict) -> None:
+def test_policy_loss_and_gradient(case: dict[str, Any]) -> None:
     t, settings, needed, name = policy_case(case)
     entry = POLICY_LOSSES.resolve(name)
     loss_BR, _ = entry.function(t, settings, **needed)
@@ -129,7 +131,7 @@ CLIPPED = [
 
 
 @pytest.mark.parametrize("case", CLIPPED)
-def test_clip_fractions(case: dict) -> None:
+def test_clip_fractions(case: dict[str, Any]) -> None:
     t, settings, needed, name = policy_case(case)
     _, indicators = POLICY_LOSSES.resolve(name).function(t, settings, **needed)
     close(masked_mean(indicators["clip_frac"], t.mask_BR), case["metrics"]["actor/pg_clipfrac"])
@@ -138,14 +140,14 @@ def test_clip_fractions(case: dict) -> None:
 
 
 @pytest.mark.parametrize("case", cases("kl", "estimator"))
-def test_kl(case: dict) -> None:
+def test_kl(case: dict[str, Any]) -> None:
     x = tensors(case)
     kind = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(case["estimator"], case["estimator"])
     close(kl_estimate(x["log_prob"], x["ref_log_prob"], kind), case["kl"])
 
 
 @pytest.mark.parametrize("case", cases("value_loss"))
-def test_value_loss_and_clip_fraction(case: dict) -> None:
+def test_value_loss_and_clip_fraction(case: dict[str, Any]) -> None:
     x = tensors(case)
     config = CriticConfig(cliprange_value=case["inputs"]["cliprange_value"])
     batch = DataProto({name: x[name] for name in ("response_mask", "values", "returns")})
@@ -155,7 +157,7 @@ def test_value_loss_and_clip_fraction(case: dict) -> None:
 
 
 @pytest.mark.parametrize("case", cases("aggregate", "mode"))
-def test_aggregation(case: dict) -> None:
+def test_aggregation(case: dict[str, Any]) -> None:
     x, given = tensors(case), case["inputs"]
     seen = aggregate_loss(
         x["loss"],
@@ -169,11 +171,11 @@ def test_aggregation(case: dict) -> None:
 
 
 @pytest.mark.parametrize("case", cases("rollout_correction", "level", "threshold"))
-def test_importance_weights(case: dict) -> None:
+def test_importance_weights(case: dict[str, Any]) -> None:
     x, threshold = tensors(case), case["threshold"]
-    bounds = tuple(map(float, threshold.split("_"))) if isinstance(threshold, str) else (0.0, threshold)
+    low, high = map(float, threshold.split("_")) if isinstance(threshold, str) else (0.0, threshold)
     mask_BR = x["response_mask"]
-    weights_BR = importance_weights(x["old_log_prob"], x["rollout_log_prob"], mask_BR, case["level"], bounds)
+    weights_BR = importance_weights(x["old_log_prob"], x["rollout_log_prob"], mask_BR, case["level"], (low, high))
     close(weights_BR, case["weights"], mask_BR)
 
 

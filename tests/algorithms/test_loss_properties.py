@@ -1,5 +1,7 @@
 """What must hold for policy losses, aggregation and KL terms whatever the batch is."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,7 +56,7 @@ def loss_and_gradient(name: str, t: Tokens, selected_BR: Tensor) -> tuple[Tensor
 def test_masked_tokens_have_no_gradient_and_change_nothing(name: str, seed: int) -> None:
     t, selected_BR = drawn(seed)
     noise_BR = 50 * torch.randn(B, R, generator=torch.Generator().manual_seed(seed + 1))
-    other = Tokens(*(torch.where(t.mask_BR == 0, noise_BR, x) for x in t[:3]), t.mask_BR)
+    other = Tokens._make([*(torch.where(t.mask_BR == 0, noise_BR, x) for x in t[:3]), t.mask_BR])
     (loss, grad_BR), (other_loss, other_BR) = (loss_and_gradient(name, x, selected_BR) for x in (t, other))
     torch.testing.assert_close(other_loss, loss, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(other_BR, grad_BR, rtol=1e-6, atol=1e-7)
@@ -127,15 +129,17 @@ def test_aggregation_adds_up_over_every_split_of_the_rows(mode: str, seed: int, 
         return aggregate_loss(loss_BR[rows], t.mask_BR[rows], mode, *counts, scale=7.0)
 
     bounds = [0, *sorted(cuts), B]
-    parts = [share(slice(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [share(slice(a, b)) for a, b in itertools.pairwise(bounds)]
     torch.testing.assert_close(torch.stack(parts).sum(), share(slice(None)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_rows_add_nothing_to_a_loss(mode: str) -> None:
     t, _ = drawn(1)
-    padded = [torch.cat([x, torch.ones(2, R) * fill]) for x, fill in ((t.log_prob_BR, 5.0), (t.mask_BR, 0.0))]
-    seen = aggregate_loss(*padded, mode, float(t.mask_BR.sum()), B, 7.0)
+    loss_BR, mask_BR = (
+        torch.cat([x, torch.full((2, R), fill)]) for x, fill in ((t.log_prob_BR, 5.0), (t.mask_BR, 0.0))
+    )
+    seen = aggregate_loss(loss_BR, mask_BR, mode, float(t.mask_BR.sum()), B, 7.0)
     torch.testing.assert_close(
         seen, aggregate_loss(t.log_prob_BR, t.mask_BR, mode, float(t.mask_BR.sum()), B, 7.0), rtol=1e-6, atol=1e-7
     )

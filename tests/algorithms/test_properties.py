@@ -1,6 +1,7 @@
 """What must hold for advantage estimators whatever the batch is."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_core.algorithms.advantages import ESTIMATORS
-from rl_core.config.schema import GROUP_ESTIMATORS
+from rl_core.config.learning import GROUP_ESTIMATORS
 
 R = 6
 EVERY = sorted(ESTIMATORS.entries)
@@ -156,7 +157,9 @@ def test_empty_masks_give_zeros(name: str, batch: Batch) -> None:
 @given(batch=batches)
 def test_a_reward_on_a_masked_token_counts_for_the_sampled_one_before(name: str, batch: Batch) -> None:
     """A score stands on the last token, which may be a tool's or have been rejected."""
-    padded = {k: torch.nn.functional.pad(v, (0, 1)) for k, v in vars(batch).items() if k.endswith("_BR")}
+    padded: dict[str, Any] = {
+        k: torch.nn.functional.pad(v, (0, 1)) for k, v in vars(batch).items() if k.endswith("_BR")
+    }
     padded["rewards_BR"] = torch.zeros_like(padded["rewards_BR"])
     padded["rewards_BR"][:, -1] = batch.rewards_BR.sum(-1)
     for seen, wanted in zip(replace(batch, **padded).estimate(name), batch.estimate(name), strict=True):
@@ -232,7 +235,7 @@ def test_the_better_of_two_responses_has_the_larger_advantage(name: str) -> None
     worse_BR, better_BR = batch.estimate(name)[0].view(2, 2, R).unbind(1)
     assert (better_BR > worse_BR).all()
     # With a baseline of its own, a prompt's better response is good, however little the prompt earns.
-    assert (better_BR > 0).all() and (worse_BR <= 0).all() or name in ("gae", "reinforce_plus_plus")
+    assert ((better_BR > 0).all() and (worse_BR <= 0).all()) or name in ("gae", "reinforce_plus_plus")
 
 
 @quick

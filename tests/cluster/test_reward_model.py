@@ -4,6 +4,7 @@ import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -75,7 +76,7 @@ def test_a_run_is_scored_by_the_reward_model(
             for item in (train[i] for i in range(len(train)))
             if item["extra_info"]["index"] == row["row"]
         )
-        judged, score = wanted(prompt, tokenizer.decode(row["responses"], skip_special_tokens=True))
+        judged, score = wanted(prompt, str(tokenizer.decode(row["responses"], skip_special_tokens=True)))
         assert row["reward_named/model"] == pytest.approx(judged, abs=1e-5)
         assert sum(row["token_level_scores"]) == pytest.approx(score, abs=1e-5)
     mean = sum(row["reward_named/model"] for row in table) / len(table)
@@ -85,7 +86,7 @@ def test_a_run_is_scored_by_the_reward_model(
         assert sample["score"] == pytest.approx(wanted(row["prompt"], sample["answer"])[1], abs=1e-5)
 
 
-def placements(url: str) -> list[dict]:
+def placements(url: str) -> list[dict[str, Any]]:
     tables = ray.util.placement_group_table().values()
     return [
         table for table in tables if table["name"].startswith(f"rollforward {url} (") and table["state"] == "CREATED"

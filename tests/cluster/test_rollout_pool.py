@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -37,7 +38,7 @@ TOLERANCE = 1e-5
 def prompts(groups: int = 5, n: int = 3) -> DataProto:
     """`n` rows to each of some prompts of different lengths."""
     generator = torch.Generator().manual_seed(1)
-    columns = {
+    columns: dict[str, Any] = {
         "prompt_ids": [torch.randint(3, 64, (4 + i % 9,), generator=generator).tolist() for i in range(groups)],
         "uid": [f"group {i}" for i in range(groups)],
     }

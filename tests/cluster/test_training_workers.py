@@ -44,7 +44,7 @@ def on_policy(worker: ActorRolloutRefWorker, lengths: list[tuple[int, int]] = LE
     ("rollout", "log_probs"),
     [({}, True), ({"log_probs": False}, False), ({"top_p": 0.9}, False), ({"top_k": 5}, False)],
 )
-def test_log_probs_that_would_compare_with_nothing_are_not_asked_for(rollout: dict, log_probs: bool) -> None:
+def test_log_probs_that_would_compare_with_nothing_are_not_asked_for(rollout: dict[str, Any], log_probs: bool) -> None:
     config = RunConfig.model_validate({"rollout": rollout})
     sampling = sampling_of(config, 0.5, (2,))
     assert sampling.log_probs is log_probs
@@ -117,11 +117,11 @@ def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Pa
     rows = on_policy(worker, [(5, 4), (3, 3)])
     rows.batch["response_mask"] = torch.ones(2, 8) * (torch.arange(8) < torch.tensor([[4], [3]]))
     rows.batch["response_mask"][0, 1:3] = 0  # what a tool wrote
-    for rank_mesh in [(0, t) for t in range(4)] + [(1, t) for t in range(3)]:
+    for token in [(0, t) for t in range(4)] + [(1, t) for t in range(3)]:
         rows.batch["advantages"] = torch.zeros(2, 8)
-        rows.batch["advantages"][rank_mesh] = 1.0
+        rows.batch["advantages"][token] = 1.0
         norm = worker.update_actor(rows)["grad_norm"]
-        assert (norm > 1e-4) == bool(rows.batch["response_mask"][rank_mesh]), rank_mesh
+        assert (norm > 1e-4) == bool(rows.batch["response_mask"][token]), token
 
 
 def test_sequences_of_which_nothing_trains_leave_the_denominators(rank_mesh: RankMesh) -> None:

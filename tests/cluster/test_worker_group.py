@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -192,11 +193,11 @@ def test_ranks_that_share_sequences_get_the_same_rows_and_the_first_answers(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = make_group(placement, layout=Layout(2, 2))
-    put = []
-    monkeypatch.setattr(ray, "put", lambda value, real=ray.put: put.append(value) or real(value))
+    put = Mock(wraps=ray.put)
+    monkeypatch.setattr(ray, "put", put)
     result = group.double(DataProto({"x": torch.arange(3)}), 1)
     assert result.batch["y"].tolist() == [1, 3, 5] and result.batch["rank"].tolist() == [0, 0, 0]
-    assert [len(part) for part in put] == [3], "what two ranks get is put once"
+    assert [len(call.args[0]) for call in put.call_args_list] == [3], "what two ranks get is put once"
 
 
 def test_rank_zero_answers_alone(group: RayWorkerGroup) -> None:

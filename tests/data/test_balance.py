@@ -33,7 +33,7 @@ def test_parts_are_a_balanced_partition(lengths: list[int], parts: int) -> None:
 @given(st.integers(1, 8).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.lists(
     st.integers(0, 50), min_size=k, max_size=k), max_size=6))))  # fmt: skip
 def test_parts_of_equal_counts_are_a_balanced_partition(drawn: tuple[int, list[list[int]]]) -> None:
-    parts, lengths = drawn[0], sum(drawn[1], [])
+    parts, lengths = drawn[0], [length for part in drawn[1] for length in part]
     groups = balanced_parts(lengths, parts, equal_counts=True)
     assert [len(group) for group in groups] == [len(lengths) // parts] * parts
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -26,8 +27,13 @@ def test_tokens_are_kept_for_a_bounded_number_of_prompts(
 ) -> None:
     made: list[str] = []
     real = module.encode_prompt
+
+    def counted(tokenizer: PreTrainedTokenizerBase, prompt: Any, where: str, tools: Any) -> list[int]:
+        made.append(where)
+        return real(tokenizer, prompt, where, tools)
+
     monkeypatch.setattr(module, "PROMPTS_KEPT", 3)
-    monkeypatch.setattr(module, "encode_prompt", lambda t, p, w, s: made.append(w) or real(t, p, w, s))
+    monkeypatch.setattr(module, "encode_prompt", counted)
     rows = RLHFDataset(ROWS, tokenizer)
     for i in (0, 1, 2, 0, 3, 0, 1):
         rows[i]["prompt_ids"].append(-1)  # what a user does with its list must not stay

@@ -194,7 +194,8 @@ def test_a_line_that_is_no_record_is_named_and_the_others_are_read(tmp_path: Pat
     (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n\n{"a": \n[1]\n\xff\n' + deep + b'\n{"a": 2}')
     first, *wrong, last = read_records(str(tmp_path), None)
     assert (first, last) == (({"a": 1}, f"{tmp_path}/a.jsonl, row 1"), ({"a": 2}, f"{tmp_path}/a.jsonl, row 6"))
-    assert [(problem.seen[:6], problem.where) for problem, _ in wrong] == [
+    problems = [problem for problem, _ in wrong if isinstance(problem, InputError)]
+    assert [(problem.seen[:6], problem.where) for problem in problems] == [
         (seen, f"{tmp_path}/a.jsonl, line {line}")
         for seen, line in (('{"a":', 3), ("[1]", 4), ("\ufffd", 5), ('{"a":{', 6))
     ]

@@ -68,8 +68,8 @@ def test_a_row_of_the_field_is_kept_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_keys_that_a_column_of_structs_adds_are_gone(tmp_path: Path, form: str) -> None:
-    field = {"prompt": [USER], "reward_model": RULE}
-    rows = [
+    field: Row = {"prompt": [USER], "reward_model": RULE}
+    rows: list[Row] = [
         field | {"extra_info": {"tools_kwargs": {"guess": {"create_kwargs": {"secret": 1}}}, "seen": [{"a": 1}]}},
         field
         | {"extra_info": {"tools_kwargs": {"add": {}, "guess": {"execute_kwargs": {"n": 2}}}, "seen": [{"b": 2}]}},
@@ -118,8 +118,8 @@ def test_schemas_may_be_texts_whose_nulls_stay() -> None:
         row_of(prompt=[USER], reward_model=RULE, extra_info={"tools_kwargs": kwargs, "note": None})["extra_info"]
         == wanted
     )
-    text = json.dumps({"tools_kwargs": json.loads(kwargs), "note": None})
-    assert row_of(prompt=[USER], reward_model=RULE, extra_info=text)["extra_info"] == wanted | {"note": None}
+    extra_text = json.dumps({"tools_kwargs": json.loads(kwargs), "note": None})
+    assert row_of(prompt=[USER], reward_model=RULE, extra_info=extra_text)["extra_info"] == wanted | {"note": None}
 
 
 def test_the_last_message_of_a_conversation_is_the_answer() -> None:

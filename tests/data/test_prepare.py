@@ -57,9 +57,9 @@ def test_rows_are_committed_and_read_back(store: Store, tokenizer: PreTrainedTok
     assert (len(train), len(val)) == (70, 9)
     item = val[4]
     digits = item["prompt"][0]["content"]
-    assert tokenizer.decode(item["prompt_ids"]).replace(" ", "") == f"<|user|>{digits}<|end|><|assistant|>".replace(
+    assert str(tokenizer.decode(item["prompt_ids"])).replace(
         " ", ""
-    )
+    ) == f"<|user|>{digits}<|end|><|assistant|>".replace(" ", "")
     assert item["extra_info"]["index"] == 4 and all(type(i) is int for i in item["prompt_ids"])
 
 
@@ -85,7 +85,7 @@ def test_the_hash_is_of_the_contents_not_of_the_files(
     tmp_path: Path, configured: Configured, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     def data_hash(name: str, config: RunConfig) -> str:
-        return prepare_data(config, Store(str(tmp_path / name)), tokenizer)["data_hash"]
+        return str(prepare_data(config, Store(str(tmp_path / name)), tokenizer)["data_hash"])
 
     train, val = [row("1"), row("2")], [row("3")]
     config = configured(train, val)

@@ -26,7 +26,7 @@ def same(a: DataProto, b: DataProto) -> bool:
 
 
 def texts(data: DataProto) -> list[str]:
-    return data.non_tensor_batch["text"].tolist()
+    return list(data.non_tensor_batch["text"])
 
 
 @settings(deadline=None)

@@ -47,7 +47,7 @@ def test_sorted_digits_have_the_layout_and_the_answer() -> None:
 def test_digit_sources_differ_in_the_answer_alone(name: str, scorer: str, answer: str) -> None:
     source, config = load_source(name), DataConfig(source=name, difficulty=3, val_rows=50)
     assert scorer == source.SCORER
-    splits = source.rows(config, 2)
+    splits: Any = source.rows(config, 2)
     lines = [[row["prompt"] for row in rows] for rows in splits]
     assert lines == [[row["prompt"] for row in rows] for rows in sort_digits.rows(config, 2)]
     row = next(row for row in splits[0] if row["prompt"][0]["content"] == "2 0 1")

@@ -1,5 +1,4 @@
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ NUMBER = itertools.count()
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_ROWS", 12)
     monkeypatch.setattr(module, "GROUP_ROWS", 5)
-    yield
 
 
 def rows_of(count: int) -> list[Row]:
@@ -82,7 +80,13 @@ def test_no_more_than_a_few_parts_and_groups_are_kept(
     written(store, rows_of(60))
     back = StoredRows(store, "train")
     reads: list[str] = []
-    monkeypatch.setattr(Store, "open", lambda self, rel, real=Store.open: reads.append(rel) or real(self, rel))
+    real = Store.open
+
+    def counted(self: Store, rel: str) -> Any:
+        reads.append(rel)
+        return real(self, rel)
+
+    monkeypatch.setattr(Store, "open", counted)
     for _ in range(2):
         assert [row["extra_info"]["index"] for row in back] == list(range(60))
     assert len(reads) == 10 - 1, "each part is opened once a pass; the last one was open at first"

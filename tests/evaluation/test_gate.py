@@ -100,7 +100,7 @@ def test_no_source_may_pay_for_another() -> None:
     ],
 )
 def test_training_guards_stop_what_was_trained_badly(setting: str, metric: str, fine: float, bad: float) -> None:
-    config = GateConfig(**{setting: 1.0})  # type: ignore[arg-type]
+    config = GateConfig(**{setting: 1.0})
     assert decide(evaluation(GOOD), None, {metric: fine}, config).promote
     assert not decide(evaluation(GOOD), None, {metric: bad}, config).promote
     assert "was not measured" in decide(evaluation(GOOD), None, {}, config).checks[-1].words
@@ -108,8 +108,12 @@ def test_training_guards_stop_what_was_trained_badly(setting: str, metric: str, 
 
 @pytest.mark.parametrize(
     "found",
-    [{"problem": "exit code 1"}, FINE | {"log_prob_difference": 2e-3}, FINE | {"greedy_gap": 3e-3}]
-    + [FINE | {"greedy_gap": float("nan")}],
+    [
+        {"problem": "exit code 1"},
+        FINE | {"log_prob_difference": 2e-3},
+        FINE | {"greedy_gap": 3e-3},
+        FINE | {"greedy_gap": float("nan")},
+    ],
 )
 def test_a_version_that_does_not_come_back_as_it_was_is_refused(found: dict[str, Any]) -> None:
     decision = decide(evaluation(GOOD), None, {}, GateConfig(), found)

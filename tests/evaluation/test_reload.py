@@ -58,7 +58,8 @@ def test_a_process_that_is_killed_says_nothing_about_the_folder(question: Questi
         while time.monotonic() < end:
             for process in psutil.Process().children():
                 if "rl_core.evaluation.reload" in process.cmdline():
-                    return process.kill()
+                    process.kill()
+                    return
             time.sleep(0.05)
 
     thread = threading.Thread(target=kill)

@@ -258,6 +258,6 @@ def test_a_tracker_that_never_answers_holds_no_step(tmp_path: Path, caplog: pyte
         silent.listen(16)
         tracker = Tracker(f"http://127.0.0.1:{silent.getsockname()[1]}", "e", "r", "k", None)
         start = time.monotonic()
-        sent = tracker.flush([{"step": 1, "time": 0.0, "metrics": {"reward/mean": 1.0}}])
+        sent = tracker.flush(lambda _: [{"step": 1, "time": 0.0, "metrics": {"reward/mean": 1.0}}])
         assert sent == 0 and time.monotonic() - start < 5
     assert re.search(r"Metrics are kept and sent later. MLflow at http://\S+ failed: no answer within 3 s", caplog.text)

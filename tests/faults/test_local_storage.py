@@ -3,7 +3,7 @@
 import io
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: P
     save(engine, store, f"{run_files.checkpoint(1)}/actor")
     store.commit_folder(run_files.checkpoint(1), {})
     filler = small_disk / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):  # noqa: PT012
         while True:
             file.write(bytes(4096))
     with pytest.raises(InputError, match=ROOM):
@@ -97,11 +97,16 @@ def test_a_read_only_disk_is_read_and_not_written(small_disk: Path) -> None:
     assert found and found[0] == 1 and store.verify(folder) == []
 
 
-DAMAGES = {
+def empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda file: file.write_bytes(file.read_bytes()[:9]), "actor/b: wrong size, 9 bytes instead of 1000"),
     "flipped": (lambda file: file.write_bytes(b"x" + file.read_bytes()[1:]), "actor/b: wrong checksum"),
     "missing": (lambda file: file.unlink(), "actor/b: missing"),
-    "manifest alone": (lambda file: [f.unlink() for f in file.parent.iterdir()], "actor/a: missing; actor/b: missing"),
+    "manifest alone": (lambda file: empty(file.parent), "actor/a: missing; actor/b: missing"),
 }
 
 

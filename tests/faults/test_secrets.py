@@ -23,7 +23,8 @@ from flows.home import ADDRESSES
 from rl_core.config.compose import compose
 from rl_core.credentials import without_credentials
 from rl_core.errors import InputError, TransientError
-from rl_core.storage.store import Store, storage_errors
+from rl_core.storage.filesystem import storage_errors
+from rl_core.storage.store import Store
 from tasks.tracking.tracker import check_tracking
 
 WORD = "hunter2Zq7"

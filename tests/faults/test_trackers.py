@@ -102,7 +102,7 @@ def test_down_at_the_start_in_the_middle_and_at_the_end(
     run.lock.close()
     with open_session(begin(tmp_path, "outages", proxy.uri)) as session:
         session.tracking.send(4)
-    assert points(proxy.uri, "outages") == dict.fromkeys(KEYS, [1, 2, 3, 4])
+    assert points(proxy.uri, "outages") == {key: [1, 2, 3, 4] for key in KEYS}
     assert mlflow_run(proxy.uri, "outages").info.status == "FINISHED"
 
 
@@ -115,7 +115,7 @@ def test_statuses_say_how_a_run_ended(sqlite_uri: str, tmp_path: Path, error: Ba
             if error:
                 raise error
     except BaseException as raised:
-        assert raised is error
+        assert raised is error  # noqa: PT017
     wanted = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
     assert mlflow_run(sqlite_uri, "ended").info.status == wanted
     assert points(sqlite_uri, "ended")["reward/mean"] == [1]
@@ -136,7 +136,7 @@ def test_an_answer_that_is_lost_doubles_nothing(proxy: Proxy, tmp_path: Path, an
         assert proxy.lost["runs/log-batch"] == 0
         commit(session.store, 3)
         session.tracking.flush_paced(3)
-    assert points(proxy.uri, name) == dict.fromkeys(KEYS, [1, 2, 3])
+    assert points(proxy.uri, name) == {key: [1, 2, 3] for key in KEYS}
     assert mlflow_run(proxy.uri, name).info.status == "FINISHED"
 
 
@@ -209,7 +209,7 @@ def training(session: Session, steps: int) -> tuple[float, float, float]:
 
 def test_rests_are_in_proportion_to_what_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(outage.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pace = Pace()
     for seconds, rest in ((0.9, 0.0), (3.0, 27.0), (30.0, 270.0), (0.1, 0.0)):
         assert pace.due
@@ -257,7 +257,7 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next(sqlite_uri: str, tmp_
         if name == "elsewhere":
             tracker.set_tags({STORE_TAG: f"another-machine:{session.store.url}"})
         pid = 1 if name == "living" else 2**22 + 1
-        status = Status(state=state, pid=pid, host=socket.gethostname(), beat=time.time())  # type: ignore[arg-type]
+        status = Status(state=state, pid=pid, host=socket.gethostname(), beat=time.time())
         session.store.write_json("status.json", status.model_dump())
     with open_session(begin(tmp_path, "next", sqlite_uri)) as session:
         session.tracking.flush(0)

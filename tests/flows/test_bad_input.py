@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +27,7 @@ def refused(home: Path, *arguments: str) -> str:
     return done.output
 
 
-def parquet(path: Path, rows: list[dict]) -> str:
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     pq.write_table(pa.Table.from_pylist(rows), path)
     return str(path)
 

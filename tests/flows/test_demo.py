@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,8 +26,9 @@ def run_folder(home: Path, name: str = "demo-*") -> Path:
     return folder
 
 
-def evaluation(home: Path, step: int) -> dict:
-    return json.loads((run_folder(home) / f"evaluation/step_{step:06d}.json").read_text())
+def evaluation(home: Path, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_folder(home) / f"evaluation/step_{step:06d}.json").read_text())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,8 @@ def test_the_champion_scores_the_same_with_transformers_alone(home: Path, steps:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = champion(home, tmp_path)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     right = 0
     for prompt, answer in zip(*held_out(home), strict=True):
         chat = [{"role": "user", "content": prompt}]

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +19,7 @@ def test_every_deployment_names_a_flow_and_parameters_that_it_takes() -> None:
     from prefect.flows import load_flow_from_entrypoint
 
     for spec in read_deployments(DEPLOYMENTS):
-        flow = load_flow_from_entrypoint(spec.entrypoint, use_placeholder_flow=False)
+        flow: Any = load_flow_from_entrypoint(spec.entrypoint, use_placeholder_flow=False)
         assert set(spec.parameters) <= set(flow.parameters.properties)
         assert (
             f"| `{flow.name}/{spec.name}` | {', '.join(f'`{name}`' for name in flow.parameters.properties)} |" in PAGE
@@ -40,7 +41,8 @@ def test_what_the_form_does_not_know_is_refused(tmp_path: Path) -> None:
 def test_a_run_counts_as_lost_after_three_heartbeats() -> None:
     heartbeat = int(SETTINGS["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
     lost = next(one for one in read_automations() if one.name == "rollforward lost heartbeat")
-    assert lost.trigger.within.total_seconds() == 3 * heartbeat
+    trigger: Any = lost.trigger
+    assert trigger.within.total_seconds() == 3 * heartbeat
     for name in ("compose.yaml", "kuberay.yaml"):
         assert re.search(rf'HEARTBEAT_FREQUENCY(, value)?: "{heartbeat}"', (FOLDER / name).read_text())
 

@@ -65,7 +65,9 @@ class Place:
         )  # fmt: skip
         return Result(done.returncode, done.stdout, time.monotonic() - start)
 
-    def deployment_run(self, name: str, parameters: dict[str, Any], watch: bool = True) -> tuple[Result, dict]:
+    def deployment_run(
+        self, name: str, parameters: dict[str, Any], watch: bool = True
+    ) -> tuple[Result, dict[str, Any]]:
         """Runs a deployment by Prefect's command; returns what it printed, and the flow run as the server knows it."""
         done = self.prefect(
             "deployment", "run", name, "--params", json.dumps(parameters), *(["--watch"] if watch else [])
@@ -77,11 +79,13 @@ class Place:
         run: dict[str, Any] = call(f"{self.api}/flow_runs/{number}")
         return run
 
-    def last_run(self, deployment: str) -> dict[str, Any] | None:
-        """The newest flow run of a deployment that has started."""
+    def last_run(self, deployment: str) -> dict[str, Any]:
+        """The newest flow run of a deployment that has started; empty when there is none."""
         started = {"flow_runs": {"start_time": {"is_null_": False}}, "deployments": {"name": {"any_": [deployment]}}}
-        runs = call(f"{self.api}/flow_runs/filter", {**started, "sort": "START_TIME_DESC", "limit": 1})
-        return runs[0] if runs else None
+        runs: list[dict[str, Any]] = call(
+            f"{self.api}/flow_runs/filter", {**started, "sort": "START_TIME_DESC", "limit": 1}
+        )
+        return runs[0] if runs else {}
 
     def active_runs(self) -> list[dict[str, Any]]:
         """Flow runs that are due, or that a worker has taken."""
@@ -160,7 +164,9 @@ def test_up_again_starts_nothing(place: Place) -> None:
 
 
 def test_a_service_that_died_comes_back_where_the_others_look_for_it(place: Place) -> None:
-    (process := running_services(place.home)["mlflow"].process.find()).kill()
+    process = running_services(place.home)["mlflow"].process.find()
+    assert process
+    process.kill()
     process.wait(10)
     assert rollforward(place.home, "up").code == 0
     assert running_services(place.home)["mlflow"].address == place.mlflow
@@ -208,11 +214,12 @@ def test_an_event_starts_a_retraining_that_survives_its_worker(place: Place, fir
     deploy_own(place, active=False)
     sent = place.prefect("event", "emit", "rollforward.data_updated", "--resource-id", "rows-of-today")
     assert sent.code == 0, sent.output
-    until(lambda: place.last_run("retrain-nightly")["state_type"] == "RUNNING", 120, place.log)
+    until(lambda: place.last_run("retrain-nightly").get("state_type") == "RUNNING", 120, place.log)
     run = place.last_run("retrain-nightly")
     name = f"demo-{run['id'][:8]}"
     until(lambda: place.committed(name), 300, place.log)
     worker = running_services(place.home)["worker"].process.find()
+    assert worker
     for process in [worker, *worker.children(recursive=True)]:
         process.kill()
     assert rollforward(place.home, "up").code == 0
@@ -258,7 +265,7 @@ def states_of(home: Path, number: str) -> list[tuple[str, str]]:
 
 def test_down_leaves_nothing(place: Place, first: dict[str, Any]) -> None:
     settings = [*TINY, "trainer.steps=500", "trainer.segment_steps=500"]
-    done, run = place.deployment_run("post-train/post-train", {"overrides": settings, "run_name": "ended"}, watch=False)
+    _, run = place.deployment_run("post-train/post-train", {"overrides": settings, "run_name": "ended"}, watch=False)
     until(lambda: place.committed("ended") != [], 300, place.log)
     process = place.process_of(run["id"])
     ended = rollforward(place.home, "down")

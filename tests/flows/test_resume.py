@@ -25,7 +25,7 @@ SLOW = [
 ]
 
 
-def kill_tree(process: subprocess.Popen) -> None:
+def kill_tree(process: subprocess.Popen[str]) -> None:
     """SIGKILL for the process and all that it started, at once."""
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
@@ -33,7 +33,7 @@ def kill_tree(process: subprocess.Popen) -> None:
     psutil.wait_procs(family, timeout=20)
 
 
-def start(home: Path, until: str, arguments: list[str] = RUN) -> subprocess.Popen:
+def start(home: Path, until: str, arguments: list[str] = RUN) -> subprocess.Popen[str]:
     """Starts the run, in a process group of its own, and returns when its output holds `until`."""
     process = subprocess.Popen(
         [COMMAND, *arguments], env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -43,7 +43,7 @@ def start(home: Path, until: str, arguments: list[str] = RUN) -> subprocess.Pope
     return process
 
 
-def read_until(process: subprocess.Popen, text: str) -> str:
+def read_until(process: subprocess.Popen[str], text: str) -> str:
     """What the process prints, up to the line with the text."""
     assert process.stdout is not None
     seen = ""
@@ -92,7 +92,7 @@ def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen]]:
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A home folder, and a run in it whose second step takes longer than the tests."""
     home = tmp_path_factory.mktemp("slow")
     process = start(home, "step 1/6", [*RUN, *SLOW])
@@ -104,14 +104,14 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subpr
             kill_tree(process)
 
 
-def test_two_processes_cannot_work_on_one_run(slow: tuple[Path, subprocess.Popen]) -> None:
+def test_two_processes_cannot_work_on_one_run(slow: tuple[Path, subprocess.Popen[str]]) -> None:
     home, process = slow
     second = rollforward(home, *RUN, *SLOW)
     assert second.code == 2
     assert f"process {process.pid}" in second.output
 
 
-def test_a_second_ctrl_c_abandons_the_step_and_commits_the_one_before(slow: tuple[Path, subprocess.Popen]) -> None:
+def test_a_second_ctrl_c_abandons_the_step_and_commits_the_one_before(slow: tuple[Path, subprocess.Popen[str]]) -> None:
     home, process = slow
     family = psutil.Process(process.pid).children(recursive=True)
     begun = time.monotonic()

@@ -80,7 +80,7 @@ def test_there_is_a_reason_to_train_once_unless_something_triggers_it(tmp_path: 
 
 
 @pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen]:
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """Another process that lives."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield process
@@ -89,7 +89,7 @@ def sleeper() -> Iterator[subprocess.Popen]:
 
 
 @pytest.fixture
-def second_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen) -> Path:
+def second_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]) -> Path:
     """The file of a flow run whose first attempt still lives."""
     monkeypatch.setenv("ROLLFORWARD_HOME", str(tmp_path))
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "a-flow-run")
@@ -100,7 +100,7 @@ def second_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: sub
     return file
 
 
-def test_a_new_attempt_ends_the_earlier_one(second_attempt: Path, sleeper: subprocess.Popen) -> None:
+def test_a_new_attempt_ends_the_earlier_one(second_attempt: Path, sleeper: subprocess.Popen[bytes]) -> None:
     begin_attempt(max_attempts=2)
     sleeper.wait(timeout=5)
 
@@ -108,7 +108,7 @@ def test_a_new_attempt_ends_the_earlier_one(second_attempt: Path, sleeper: subpr
 def test_what_an_attempt_decided_stands_on_other_machines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "WAITS_S", (0.0,))
     config = compose("demo", [f"storage.root={tmp_path}/shared"]).config
-    answers = iter([TransientError("MLflow is away"), {"stop_at": 1.5}])
+    answers: Iterator[TransientError | dict[str, Any]] = iter([TransientError("MLflow is away"), {"stop_at": 1.5}])
 
     def decide() -> dict[str, Any]:
         if isinstance(answer := next(answers), TransientError):
@@ -120,14 +120,14 @@ def test_what_an_attempt_decided_stands_on_other_machines_too(tmp_path: Path, mo
         assert attempt.once(config, decide) == {"stop_at": 1.5}
 
 
-def test_attempts_have_an_end(second_attempt: Path, sleeper: subprocess.Popen) -> None:
+def test_attempts_have_an_end(second_attempt: Path, sleeper: subprocess.Popen[bytes]) -> None:
     with pytest.raises(TrainingError, match="attempt 2 of at most 1"):
         begin_attempt(max_attempts=1)
     assert sleeper.poll() is None
 
 
 def test_services_that_run_are_used_and_those_of_an_earlier_boot_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
 ) -> None:
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(name, "")

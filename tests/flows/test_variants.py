@@ -25,7 +25,8 @@ TWO_STEPS = [
 
 
 def last_record(home: Path, run: str, step: int = 2) -> dict[str, float]:
-    return json.loads((home / f"runs/{run}/ledger/step_{step:06d}.json").read_text())["metrics"]
+    record = json.loads((home / f"runs/{run}/ledger/step_{step:06d}.json").read_text())
+    return dict(record["metrics"])
 
 
 def test_two_ranks_train_and_roll_out(home: Path) -> None:

@@ -11,7 +11,7 @@ from support import distance, plain_log_probs, save_grouped_model, save_sharp_mo
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
-from meshes import MODELS  # noqa: E402
+from meshes import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 MESHES = ["2,1", "1,1", "2,2", "1,2"]
@@ -24,7 +24,8 @@ def outcome(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, dict[str, Tensor]]]:
     """What came out, by `model-shard_size-sequence_parallel_size`; `model-1-1` of `alone` is one GPU's."""
-    dtype, found = request.param, {}
+    dtype: str = request.param
+    found: dict[str, dict[str, Tensor]] = {}
     for world_size, meshes in ((2, MESHES), (1, ["1,1"])):
         folder = tmp_path_factory.mktemp("gpus")
         save_sharp_model(folder / "qwen3", heads=4)
@@ -39,8 +40,8 @@ def outcome(
 def test_the_step_is_that_of_one_gpu(outcome: tuple[str, dict[str, dict[str, Tensor]]], model: str, mesh: str) -> None:
     dtype, found = outcome
     wanted, seen = found[f"1-{model}-1-1"], found[f"2-{model}-{mesh.replace(',', '-')}"]
-    tensors = [{k: v for k, v in each.items() if not k.endswith("log_probs")} for each in (seen, wanted)]
-    assert distance(*tensors, "exp_avg.") < TOLERANCE[dtype]
+    ours, theirs = ({k: v for k, v in each.items() if not k.endswith("log_probs")} for each in (seen, wanted))
+    assert distance(ours, theirs, "exp_avg.") < TOLERANCE[dtype]
     assert seen["metric.grad_norm"].item() == pytest.approx(wanted["metric.grad_norm"].item(), rel=TOLERANCE[dtype])
     rows = len(seen["old_log_probs"])
     torch.testing.assert_close(

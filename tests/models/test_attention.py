@@ -36,7 +36,9 @@ def packed_outputs(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probs and entropies of each sequence's response, computed in one packed row."""
     ids = [prompt + response for prompt, response in sequences]
-    packed = Packed(torch.tensor(sum(ids, [])), [len(each) for each in ids], torch.device("cpu"))
+    packed = Packed(
+        torch.tensor([token for each in ids for token in each]), [len(each) for each in ids], torch.device("cpu")
+    )
     targets, start = [], 0
     for prompt, response in sequences:
         targets.append(torch.arange(start + len(prompt), start + len(prompt) + len(response)))

@@ -20,7 +20,8 @@ from rl_core.models.load import (
     same_shape,
     stop_tokens,
 )
-from rl_core.models.tiny import SPECIAL_TOKENS, build_tokenizer
+from rl_core.models.tiny import build_tokenizer
+from rl_core.models.tokenizer import SPECIAL_TOKENS
 from rl_core.training.packing import MicroBatch
 
 END = SPECIAL_TOKENS.index("<|end|>")

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +18,7 @@ def test_the_chat_template_marks_every_turn(tiny_model: Path) -> None:
     talk = [{"role": "system", "content": "sort"}, {"role": "user", "content": "3 1"}]
     answered = [*talk, {"role": "assistant", "content": "1 3"}]
 
-    def text(messages: list[dict[str, str]], **options: bool) -> str:
+    def text(messages: list[dict[str, str]], **options: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     assert text(answered) == "<|system|>sort<|end|><|user|>3 1<|end|><|assistant|>1 3<|end|>"

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 from support_pages import Page
 
@@ -6,14 +7,16 @@ from rl_core.config.compose import compose
 from rl_core.reports.compare import Side, metric_rows, render_comparison, score_rows, setting_rows
 
 
-def side(name: str, *overrides: str, steps: int = 3, **metrics: float) -> Side:
+def side(name: str, *overrides: str, steps: int = 3, **metrics: Any) -> Side:
     values = {"reward/mean": 0.5, "time/step": 30.0, **metrics}
     records = [{"step": step, "metrics": {k: v * step for k, v in values.items()}} for step in range(1, steps + 1)]
     return Side(name, compose("demo", overrides).config, {"greedy": 0.5}, records)
 
 
 def test_a_metric_that_one_run_lacks_and_equal_settings_are_left_out() -> None:
-    first, second = side("a", **{"kl/ref": 0.1}), side("b", "actor.optim.lr=0.1", **{"kl/ref": math.nan}, steps=2)
+    kl: dict[str, Any] = {"kl/ref": 0.1}
+    lacking: dict[str, Any] = {"kl/ref": math.nan}
+    first, second = side("a", **kl), side("b", "actor.optim.lr=0.1", **lacking, steps=2)
     assert metric_rows(first, second) == [("reward/mean", "0.5 → 1.5", "0.5 → 1")]
     assert [row[0] for row in setting_rows(first, second)] == ["actor.optim.lr"]
     assert setting_rows(first, first) == []

@@ -30,9 +30,9 @@ AFTER = {
 
 def test_the_hub_reads_the_card_and_a_person_finds_what_counts() -> None:
     text = render_card(FACTS, BEFORE, AFTER, DATA, RECORDS)
-    card = ModelCard(text)
-    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
-    assert {result.metric_type: result.metric_value for result in card.data.eval_results} == {
+    data: Any = ModelCard(text).data
+    assert data.library_name == "transformers" and data.pipeline_tag == "text-generation"
+    assert {result.metric_type: result.metric_value for result in data.eval_results} == {
         "greedy": 0.75, "sampled": 0.7
     }  # fmt: skip
     for line in (
@@ -63,7 +63,8 @@ def test_texts_of_others_stay_texts() -> None:
     body = text.split("\n---\n", 1)[1]
     assert "\n# Heading" not in body and "\x1b" not in text
     assert r"| a | a\|b \# Heading \<script\>\[x\](http://y)" in body
-    assert len(ModelCard(text).data.eval_results) == 2
+    data: Any = ModelCard(text).data
+    assert len(data.eval_results) == 2
 
 
 def test_a_card_does_not_change_what_an_export_is(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ TITLES = [
 ]  # fmt: skip
 
 
-def records(count: int, without: tuple[str, ...] = (), **changed: float) -> list[dict[str, Any]]:
+def records(count: int, without: tuple[str, ...] = (), **changed: Any) -> list[dict[str, Any]]:
     metrics = {k: v for k, v in {**METRICS, **changed}.items() if k not in without}
     return [{"step": s, "time": 0.0, "metrics": {k: v * (1 + s / count) for k, v in metrics.items()}}
             for s in range(1, count + 1)]  # fmt: skip
@@ -78,7 +78,8 @@ def test_missing_series_are_left_out() -> None:
     gone = ("kl/ref", "actor/entropy", "kl/rollout_k1")
     html = render_report(RUN, records(5, without=gone), [], SUMMARY)
     assert headings(html) == [t for t in TITLES if t not in ("KL to the reference", "Entropy")]
-    nan = render_report(RUN, records(5, **{"actor/entropy": math.nan, "kl/ref": math.inf}), [], SUMMARY)
+    not_finite: dict[str, Any] = {"actor/entropy": math.nan, "kl/ref": math.inf}
+    nan = render_report(RUN, records(5, **not_finite), [], SUMMARY)
     assert headings(nan) == headings(html)
     no_times = render_report(RUN, records(5, without=tuple(k for k in METRICS if k.startswith("time/"))), [], SUMMARY)
     assert headings(no_times) == TITLES[:-1]
@@ -93,7 +94,12 @@ def test_few_records_and_nothing_else(count: int) -> None:
 
 
 def test_conversations_have_charts_of_turns_and_of_what_failed() -> None:
-    talks = {"turns/mean": 2.0, "tools/calls_mean": 1.0, "tools/failed_share": 0.5, "rollout/failed_share": 0.0}
+    talks: dict[str, Any] = {
+        "turns/mean": 2.0,
+        "tools/calls_mean": 1.0,
+        "tools/failed_share": 0.5,
+        "rollout/failed_share": 0.0,
+    }
     html = render_report(RUN, records(5, **talks), [], SUMMARY)
     assert set(headings(html)) - set(TITLES) == {"Turns and calls", "Failures"}
 
@@ -114,7 +120,8 @@ def test_long_runs_and_long_answers_stay_small() -> None:
 
 
 def test_many_phases_become_other() -> None:
-    html = render_report(RUN, records(3, **{f"time/extra{i}": 0.001 for i in range(6)}), [], SUMMARY)
+    extra: dict[str, Any] = {f"time/extra{i}": 0.001 for i in range(6)}
+    html = render_report(RUN, records(3, **extra), [], SUMMARY)
     legend = re.findall(r"</i>(.*?)</span>", html)
     assert legend[-8:] == ["rollout", "score", "log prob", "update", "push", "commit", "extra5", "other"]
 

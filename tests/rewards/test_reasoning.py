@@ -7,6 +7,7 @@ from support_scoring import scored
 
 from rl_core.config.compose import compose
 from rl_core.config.schema import DataConfig
+from rl_core.data.rows import Row
 from rl_core.data.sources import reasoning_gym as source
 from rl_core.errors import InputError
 
@@ -14,7 +15,7 @@ pytest.importorskip("reasoning_gym")
 CONFIG = DataConfig(source="reasoning_gym", tasks=("leg_counting", "chain_sum"), train_rows=30, val_rows=10)
 
 
-def prompts(rows: list[source.Row]) -> set[str]:
+def prompts(rows: list[Row]) -> set[str]:
     return {row["prompt"][0]["content"] for row in rows}
 
 

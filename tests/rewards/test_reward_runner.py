@@ -118,7 +118,7 @@ def test_slow_but_timely_responses_all_get_their_score() -> None:
 
 
 def test_a_chunk_ends_early_when_its_time_is_used_up() -> None:
-    chunk: list = [("exact", "1 2 3", ROW, None)] * 3
+    chunk: list[Any] = [("exact", "1 2 3", ROW, None)] * 3
     assert len(score_chunk(chunk, budget_s=60)) == 3
     assert len(score_chunk(chunk, budget_s=-1)) == 1
 
@@ -156,7 +156,7 @@ def test_a_response_alone_is_scored_at_once_and_many_wait_in_few_chunks(monkeypa
         async with runner(None) as scoring:
             run = scoring._processes.run
 
-            async def noted(function: Any, chunk: list, budget_s: float) -> Any:
+            async def noted(function: Any, chunk: list[Any], budget_s: float) -> Any:
                 chunks.append(len(chunk))
                 return await run(function, chunk, budget_s)
 
@@ -217,7 +217,7 @@ def test_scoring_processes_end_with_the_process_that_started_them(tmp_path: Path
 
 
 def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
 
 
 def run_script(file: Path, program: str) -> "subprocess.CompletedProcess[str]":

@@ -22,7 +22,7 @@ def with_environment(work: Callable[[ToolRunner], Coroutine[Any, Any, Any]]) -> 
 def test_an_environment_answers_turns_until_it_is_done() -> None:
     async def work(runner: ToolRunner) -> list[EnvironmentOutcome]:
         session, opening = await runner.reset({"turns": 2})
-        other, quiet = await runner.reset({"turns": 0})
+        _, quiet = await runner.reset({"turns": 0})
         assert quiet.step == EnvironmentStep()
         return [opening, await session.step("a"), await session.step("b")]
 

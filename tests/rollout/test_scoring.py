@@ -40,8 +40,12 @@ class Slow:
         pass
 
 
-def rolled_out(lengths: list[int], scoring: Any, **columns: list) -> tuple[DataProto, Slow]:
-    given = {"prompt_ids": [[4] * length for length in lengths], "seed": list(range(len(lengths))), **columns}
+def rolled_out(lengths: list[int], scoring: Any, **columns: list[Any]) -> tuple[DataProto, Slow]:
+    given: dict[str, Any] = {
+        "prompt_ids": [[4] * length for length in lengths],
+        "seed": list(range(len(lengths))),
+        **columns,
+    }
     engine = Slow()
     agent = AgentConfig(timeout_s=1.5)
 
@@ -64,7 +68,8 @@ def test_a_trajectory_is_scored_while_others_are_sampled() -> None:
                 scored.append(time.monotonic())
                 return result
 
-            engine, given = Slow(), {"prompt_ids": [[4], [4] * 10], "seed": [1, 2], "row": [ROW, ROW]}
+            engine = Slow()
+            given: dict[str, Any] = {"prompt_ids": [[4], [4] * 10], "seed": [1, 2], "row": [ROW, ROW]}
             prompts, sampling = DataProto.from_dict({}, given), Sampling(1.0, 8, (TOKENIZER.eos_token_id,))
             scoring = SimpleNamespace(score=score)
             batch = await roll_out(engine, prompts, sampling, AgentConfig(), None, scoring)  # type: ignore[arg-type]
@@ -80,7 +85,7 @@ def test_scoring_is_no_part_of_a_trajectorys_time_and_the_wait_for_it_is_known()
         await asyncio.sleep(2.0)
         return RewardResult(1.0, "ok", seconds=2.0)
 
-    batch, engine = rolled_out([1, 5], SimpleNamespace(score=score), row=[ROW, ROW])
+    batch, _ = rolled_out([1, 5], SimpleNamespace(score=score), row=[ROW, ROW])
     assert batch.non_tensor_batch["status"].tolist() == ["completed"] * 2
     assert batch.batch["score_seconds"].tolist() == [2.0, 2.0]
     assert batch.batch["score_wait"].tolist() == pytest.approx([2.0, 2.0], abs=0.3)

@@ -51,7 +51,8 @@ def test_the_tool_with_a_state_plays_the_rows_that_are_made(
     config = DataConfig(path="train.parquet", val_path="held_out.parquet")
     train, held_out = map(list, load_source("files").rows(config, seed=0))
     assert len(train) == len(held_out) == 50
-    row, secret = train[20], 41
+    row: Any = train[20]
+    secret = 41
     turns = [f"[guess(number={number})]" for number in (0, 50, 40, 41)] + ["41"]
     data, _ = talk(tiny_model, turns, agent={"tools": ["calculator", "guessing:Guess"]}, row=row)
     said = [("error", "Error: the number is from 1 to 100"), ("ok", "lower"), ("ok", "higher"), ("ok", "right")]

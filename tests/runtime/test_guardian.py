@@ -32,7 +32,7 @@ time.sleep({seconds})
 """
 
 
-def started(process: subprocess.Popen) -> list[psutil.Process]:
+def started(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The guardian and what else has the process's token."""
     guardian = next(c for c in psutil.Process(process.pid).children() if "rl_core.runtime.guardian" in c.cmdline())
     token = guardian.environ()[TOKEN].rpartition(" ")[2]
@@ -41,12 +41,12 @@ def started(process: subprocess.Popen) -> list[psutil.Process]:
 
 def environ(process: psutil.Process) -> dict[str, str]:
     try:
-        return process.environ()
+        return dict(process.environ())
     except psutil.Error:
         return {}
 
 
-def begun(seconds: float) -> tuple[subprocess.Popen, Path, list[psutil.Process]]:
+def begun(seconds: float) -> tuple[subprocess.Popen[bytes], Path, list[psutil.Process]]:
     """A process with a guardian and a stubborn orphan, its temporary folder, and those two."""
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", SCRIPT.format(seconds=seconds)]

@@ -107,12 +107,12 @@ def test_a_killed_process_has_stopped(store: Store) -> None:
     child = subprocess.Popen([sys.executable, "-c", code, store.root], stdout=subprocess.PIPE, env=env)
     assert child.stdout and child.stdout.readline()
     alive = soon(store, stage="train")
-    assert alive.pid == child.pid and alive.state_now == "running"
+    assert alive.pid == child.pid and str(alive.state_now) == "running"
     child.kill()
     end = time.monotonic() + 10
-    while alive.state_now == "running" and time.monotonic() < end:
+    while str(alive.state_now) == "running" and time.monotonic() < end:
         time.sleep(0.05)
-    assert alive.state_now == "stopped", "though nobody has asked yet how it ended"
+    assert str(alive.state_now) == "stopped", "though nobody has asked yet how it ended"
     child.wait()
     assert alive.state_now == "stopped"
 

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -149,7 +150,8 @@ def test_damage_is_named_and_an_older_checkpoint_is_used(
     folder = checkpoint(store, 12)
     damage(store, folder)
     assert store.verify(folder)[0].startswith(problem)
-    had_manifest, told = store.exists(f"{folder}/manifest.json"), []
+    had_manifest = store.exists(f"{folder}/manifest.json")
+    told: list[str] = []
     found = store.latest_valid_step("checkpoints", told.append)
     assert found is not None and found[0] == 4 and found[1]["meta"] == {"step": 4}
     assert store.listdir("checkpoints") == [step_name(4)]
@@ -204,7 +206,7 @@ def test_a_removal_that_is_cut_short_leaves_no_manifest(store: Store, monkeypatc
     def cut(path: str) -> None:
         raise OSError("cut short")
 
-    remove_file = getattr(store.fs, "_rm_file", None)
+    remove_file: Any = getattr(store.fs, "_rm_file", None)
 
     async def cut_after_one(path: str) -> None:
         removed.append(path)

@@ -2,7 +2,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def prepare(folder: Path, tmp_path: Path, sqlite_uri: str) -> Iterator[Prepare]:
+def prepare(folder: Path, tmp_path: Path, sqlite_uri: str) -> Prepare:
     """The stage in a session of the run `mixed`, whose two sources read the folder's files."""
     held_out = folder / "held-out.jsonl"
     entries = [
@@ -49,7 +49,7 @@ def prepare(folder: Path, tmp_path: Path, sqlite_uri: str) -> Iterator[Prepare]:
         with open_session(run, **options) as session:
             return prepare_data.__wrapped__(session)  # type: ignore[attr-defined, no-any-return]
 
-    yield prepared
+    return prepared
 
 
 def test_a_resumed_run_whose_files_are_as_they_were_uses_its_rows(prepare: Prepare, folder: Path) -> None:

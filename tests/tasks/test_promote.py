@@ -102,7 +102,7 @@ def test_versions_become_champion_one_after_the_other(sqlite_uri: str, tmp_path:
 
 
 def test_a_dry_run_off_and_approval_move_nothing(sqlite_uri: str, tmp_path: Path) -> None:
-    seen = {}
+    seen: dict[str, Any] = {}
     for mode in ("gate.mode=off", "gate.mode=dry_run", "gate.approval=true"):
         assert not run(tmp_path, mode.partition("=")[2], GOOD, mode)
         version = str(len(seen) + 1)

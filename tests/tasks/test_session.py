@@ -66,7 +66,8 @@ def test_a_hang_is_told_though_its_stacks_cannot_be_kept(tmp_path: Path, capsys:
     with open_session(opened(tmp_path)) as session:
         (tmp_path / "stalls").touch()  # no folder can be made there
         session.telemetry.on_hang(60)
-        assert read_status(Store(session.run.url)).state == "failed"
+        status = read_status(Store(session.run.url))
+        assert status and status.state == "failed"
     said = capsys.readouterr().out
     assert "no progress for 60 s" in said and "stacks: not kept: " in said
 

@@ -67,7 +67,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunConf
     """The batches of one step of each run, by estimator."""
     configs = {name: compose(RECIPE, [*ONE_STEP, f"algorithm.estimator={name}"]).config for name in ESTIMATORS}
     home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
-    with ray_session(home, configs["gae"].places, False), closing(Roles(configs["gae"], "columns")) as roles:
+    with ray_session(home, configs["gae"].slots, False), closing(Roles(configs["gae"], "columns")) as roles:
         bench = Bench(configs["gae"], tmp_path_factory.mktemp("columns"), roles)
         return {name: (config, one_step(bench, name, config)) for name, config in configs.items()}
 
@@ -96,7 +96,7 @@ def one_step(bench: Bench, name: str, config: RunConfig) -> Batches:
     with pytest.MonkeyPatch.context() as patch:
         trainer, _ = bench.start(name, config=config)
         watch(patch, rollout_queue, "prompt_batch", "prompts", result=True)
-        watch(patch, trainer.upcoming, "take", "rollout", result=True)
+        watch(patch, trainer.queue, "take", "rollout", result=True)
         watch(patch, trainer.sampler, "batch", "score", result=True)
         watch(patch, loop, "apply_correction_and_kl", "log_prob", result=False)
         watch(patch, loop, "training_rows", "advantage", result=False)

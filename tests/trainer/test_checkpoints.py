@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def batch() -> DataProto:
     """A row of a batch as `rollout_parquet` takes it."""
     names = ("stop_reason", "status", "detail", "score_status", "score_detail", "uid")
     row = {"extra_info": {"index": 0}, "data_source": "exact"}
-    arrays = {"seed": [1], "calls": [[]], "row": [row], **{name: ["x"] for name in names}}
+    arrays: dict[str, Any] = {"seed": [1], "calls": [[]], "row": [row], **{name: ["x"] for name in names}}
     ones = torch.ones(1, 2, dtype=torch.long)
     lengths = {"prompt_length": torch.tensor([2]), "response_length": torch.tensor([2])}
     return DataProto.from_dict({"prompts": ones, "responses": ones, **lengths}, arrays)
@@ -181,7 +182,7 @@ def test_what_a_failed_step_trained_on_is_kept_until_it_is_committed(
     with checkpointer.replayable(2, batch(), metrics):
         pass
     assert failed_step(store, 0) is None
-    with pytest.raises(type(error)) as raised, checkpointer.replayable(2, batch(), metrics):
+    with pytest.raises(type(error)) as raised, checkpointer.replayable(2, batch(), metrics):  # noqa: PT012
         metrics["actor/first_loss"] = 0.25
         raise error
     assert raised.value is error

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -58,8 +59,8 @@ def bench(home: Path, colocated: Store) -> Iterator[Bench]:
     roles.close()
 
 
-def rows_of(store: Store, step: int) -> list[dict]:
-    return pq.read_table(io.BytesIO(store.read_bytes(run_files.rollouts(step)))).to_pylist()
+def rows_of(store: Store, step: int) -> list[dict[str, Any]]:
+    return list(pq.read_table(io.BytesIO(store.read_bytes(run_files.rollouts(step)))).to_pylist())
 
 
 def trained(store: Store, steps: int = STEPS) -> list[int]:

@@ -14,6 +14,7 @@ from support_training import Trained
 
 from flows.cli.main import main
 from rl_core.config.schema import RunConfig
+from rl_core.data.protocol import DataProto
 from rl_core.storage import run_files
 from rl_core.storage.ledger import Ledger
 from rl_core.storage.run_files import step_name
@@ -153,7 +154,7 @@ def test_settings_act_on_what_was_sampled(trained: Trained) -> None:
     assert correlation(trained_batch, batch) < 0.999
 
 
-def batch_of(trained: Trained, run: str, step: int):  # noqa: ANN202
+def batch_of(trained: Trained, run: str, step: int) -> DataProto:
     return load_batch(rollouts(trained.home, run, step).read_bytes(), trained.configs[run], "here")
 
 

@@ -1,5 +1,6 @@
 """The way from prompts to a step's batch, with a rollout engine and scorers that play recorded parts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -67,7 +68,7 @@ class Actor:
             trajectory.take(Completion(list(ids), a, [-0.5] * len(a), [self.version] * len(a), "stop"))
             trajectories.append(trajectory)
         for row, answer in zip(rows["row"], answers, strict=True):
-            results.append(self.scorer.one(TOKENIZER.decode(answer).replace(" ", ""), row["extra_info"]["index"]))
+            results.append(self.scorer.one(str(TOKENIZER.decode(answer)).replace(" ", ""), row["extra_info"]["index"]))
         batch = with_results(prompts.union(to_batch(trajectories, WIDTH)), results)
         return SimpleNamespace(get=lambda: batch)
 
@@ -75,7 +76,7 @@ class Actor:
         self.sleeps += 1
 
 
-def sampler(scorer: Scorer, actor: Actor | None = None, **sections: dict[str, object]) -> Sampler:
+def sampler(scorer: Scorer, actor: Actor | None = None, **sections: Mapping[str, object]) -> Sampler:
     config = RunConfig.model_validate(
         {
             "data": {"train_batch_size": 2, "max_response_length": WIDTH},

@@ -1,6 +1,8 @@
 import io
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -29,7 +31,7 @@ END = TOKENIZER.eos_token_id
 ROWS = [make_row("sort_digits", f"{i} 1 0", "sorting", f"0 1 {i}", f"0 1 {i}", "train", i) for i in range(10)]
 
 
-def config(**sections: dict[str, object]) -> RunConfig:
+def config(**sections: Mapping[str, object]) -> RunConfig:
     return RunConfig.model_validate(
         {"data": {"train_batch_size": 4}, "rollout": {"n": 3}, "trainer": {"seed": 5}, **sections}
     )
@@ -51,7 +53,7 @@ def rolled_out(run: RunConfig, texts: list[str] | None = None) -> DataProto:
     return prompts.union(to_batch(trajectories, 8))
 
 
-def score(batch: DataProto, given: list[RewardResult | float | None], run: RunConfig, step: int = 7) -> DataProto:
+def score(batch: DataProto, given: Sequence[RewardResult | float | None], run: RunConfig, step: int = 7) -> DataProto:
     """The batch after scores were given to its responses; None stands for a scorer that was too slow."""
     results = [each if isinstance(each, RewardResult) else result(each) for each in given]
     return assign_scores(with_results(batch, results), None, TOKENIZER, run, step)
@@ -149,7 +151,9 @@ def test_two_lost_responses_are_not_a_group_of_their_own() -> None:
 
 def test_a_reward_model_adds_to_what_the_scorers_gave() -> None:
     class Model:
-        def added(self, results: list[RewardResult], rows: list[dict], responses: list[str]) -> list[RewardResult]:
+        def added(
+            self, results: list[RewardResult], rows: list[dict[str, Any]], responses: list[str]
+        ) -> list[RewardResult]:
             assert rows == batch.non_tensor_batch["row"].tolist() and responses[:2] == ["00", "117"]
             return [RewardResult((each.score or 0) + 1, "ok") for each in results[:-1]] + [failure("non_finite", "nan")]
 
@@ -184,7 +188,7 @@ def test_the_shuffle_control_hands_each_prompts_rewards_to_another(step: int) ->
     # A failure goes along with its place, instead of becoming another response's 0.
     given[4] = None
     lost = score(batch, given, run, step).batch["scored"].tolist()
-    assert lost == [value != 4 for value in sum(groups, [])]
+    assert lost == [value != 4 for group in groups for value in group]
 
 
 @settings(deadline=None)
@@ -208,7 +212,7 @@ def test_the_balanced_order_keeps_mini_batches_within_the_shares(
     for k in range(48 // per_mini):
         part = per_mini // world
         parts = [order[rank * share + k * part : rank * share + (k + 1) * part] for rank in range(world)]
-        assert sorted(sum(parts, [])) == list(range(k * per_mini, (k + 1) * per_mini))
+        assert sorted(row for rows in parts for row in rows) == list(range(k * per_mini, (k + 1) * per_mini))
         loads = [sum(lengths[i] for i in rows) for rows in parts]
         assert world == 1 or max(loads) - min(loads) <= max(lengths)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
@@ -149,8 +150,8 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench: Bench) -> None:
         files = [Path(store.root, run_files.rollouts(step)) for store in (whole, elastic)]
         sampled = [pq.read_table(file, columns=["row", "seed", "prompt_ids", "responses"]) for file in files]
         assert sampled[0].equals(sampled[1]), step
-    for wanted, seen in zip(records(whole), records(elastic), strict=True):
-        assert seen == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    for wanted, record in zip(records(whole), records(elastic), strict=True):
+        assert record == pytest.approx(wanted, rel=1e-4, abs=1e-6)
     start, *ends = (load_file(folder / "model.safetensors") for folder in (
         bench.home / "model", Path(whole.root, "export"), Path(elastic.root, "export"),
     ))  # fmt: skip
@@ -193,7 +194,7 @@ def test_a_rank_that_is_stopped_costs_no_step_that_is_finished(bench: Bench, und
     trainer, events = bench.start("hung")
     actor, on_step = bench.roles.actor, trainer.observer.on_step
 
-    def stop(record: dict) -> None:
+    def stop(record: dict[str, Any]) -> None:
         on_step(record)
         while bench.roles.written_files(store, run_files.checkpoint(1)) is None:
             time.sleep(0.05)

@@ -1,6 +1,7 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def model(tmp_path: Path, config: RunConfig) -> Path:
     return tmp_path
 
 
-def batch_of(answers: list, model: Path, config: RunConfig) -> DataProto:
+def batch_of(answers: list[Any], model: Path, config: RunConfig) -> DataProto:
     tokenizer = load_tokenizer(model)
     chat = chat_template(tokenizer, tool_schemas(config.agent), config.agent, stop_tokens(model))
     return supervised_batch([prompt(model)] * len(answers), answers, tokenizer, chat, config)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -51,7 +52,8 @@ class Rank:
     def update(self, engine: TrainEngine) -> None:
         counts = torch.tensor([self.rows.batch["response_mask"].sum(), float(len(self.rows))])
         dist.all_reduce(counts)
-        update(engine, self.rows, *counts.tolist(), CONFIG)
+        tokens, sequences = counts.tolist()
+        update(engine, self.rows, tokens, sequences, CONFIG)
 
     def write(self, name: str, engine: TrainEngine) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in weights_of(engine).items()}
@@ -90,9 +92,9 @@ def train_during_a_save(rank: Rank) -> None:
     rank.update(engine)
     rank.write("before", engine)
 
-    def late(*args: object, **options: object) -> None:
+    def late(*args: Any, **options: Any) -> None:
         assert trained.wait(SECONDS) if rank.rank == 0 else True
-        write(*args, **options)  # type: ignore[arg-type]
+        write(*args, **options)
 
     with patch.object(dcp, "save", late):
         saving = save_engine(engine, rank.store, "during", dist.new_group(backend="gloo"))

@@ -2,6 +2,7 @@ import json
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,11 +60,14 @@ def test_the_list_of_files_comes_when_all_shards_are_there(
     tiny_model: Path, rank_mesh: RankMesh, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit may rely on it when ranks no longer answer."""
-    listed, there = f"step/{FILES}", []
-    gather = dist.gather_object
-    monkeypatch.setattr(
-        dist, "gather_object", lambda *args, **kw: there.append(store.exists(listed)) or gather(*args, **kw)
-    )
+    listed, gather = f"step/{FILES}", dist.gather_object
+    there: list[bool] = []
+
+    def gathered(*args: Any, **options: Any) -> None:
+        there.append(store.exists(listed))
+        gather(*args, **options)
+
+    monkeypatch.setattr(dist, "gather_object", gathered)
     save(policy_engine(tiny_model, rank_mesh, OPTIM), store, "step")
     names = [file["path"].rpartition("/")[2] for file in store.read_json(listed)]
     assert there and not any(there) and {*names, FILES} == {*store.listdir("step")}

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_metrics_on_policy(tiny_model: Path, rank_mesh: RankMesh) -> None:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_micro_batches_change_neither_gradient_nor_weights(tiny_model: Path, rank_mesh: RankMesh, mode: str) -> None:
-    config = ActorConfig(loss_agg_mode=mode, entropy_coef=0.01, kl_loss_coef=0.1)  # type: ignore[arg-type]
+    config = ActorConfig(loss_agg_mode=mode, entropy_coef=0.01, kl_loss_coef=0.1)
     rows = off_policy(policy_engine(tiny_model, rank_mesh), rows_of(LENGTHS))
     results = []
     for max_tokens in (4096, SMALLEST):
@@ -92,7 +93,7 @@ def test_the_gradient_is_that_of_the_plain_model(tiny_model: Path, rank_mesh: Ra
         ids = torch.cat([rows.batch["prompts"][i, :p], rows.batch["responses"][i, :r]])
         labels = torch.where(torch.arange(p + r) < p, -100, ids)
         (plain(ids[None], labels=labels[None]).loss * r / tokens).backward()
-    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in plain.named_parameters()}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     moments = weights_of(engine)

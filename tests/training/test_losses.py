@@ -1,5 +1,7 @@
 """The losses of a mini-batch do not depend on how its rows are split into micro-batches."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,7 +62,8 @@ def of_split(
     mask_BR = rows.batch["response_mask"]
     loss_function = policy_loss(config, float(mask_BR.sum()), float(B))
     log_prob_BR.grad = None
-    total, shares = torch.zeros(()), {}
+    total = torch.zeros(())
+    shares: dict[str, Any] = {}
     for part in split:
         loss, of_part = loss_function((log_prob_BR[part], entropy_BR[part]), rows[part])
         loss.backward()

@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_core.training.mesh import RankMesh
 
 sys.path.append(str(Path(__file__).parent))
-from meshes import LENGTHS, MODELS, take_step  # noqa: E402
+from meshes import LENGTHS, MODELS, take_step
 
 # Shards over all; two copies of two shards; four copies; sequences over two ranks and over four, also with copies.
 MESHES = ["4,1", "2,1", "1,1", "4,2", "2,2", "4,4"]
@@ -37,8 +37,8 @@ def test_the_step_is_that_of_one_rank(outcome: dict[str, dict[str, Tensor]], mod
     assert rows == len(LENGTHS) * int(mesh[-1]) // 4
     torch.testing.assert_close(seen["old_log_probs"], wanted["old_log_probs"][:rows], rtol=0, atol=1e-5)
     torch.testing.assert_close(seen["log_probs"], wanted["log_probs"][:rows], rtol=0, atol=2e-5)
-    tensors = [{k: v for k, v in each.items() if not k.endswith("log_probs")} for each in (seen, wanted)]
-    assert distance(*tensors, "exp_avg.") < 1e-5
-    assert distance(*tensors, "model.") < 1e-5
+    ours, theirs = ({k: v for k, v in each.items() if not k.endswith("log_probs")} for each in (seen, wanted))
+    assert distance(ours, theirs, "exp_avg.") < 1e-5
+    assert distance(ours, theirs, "model.") < 1e-5
     for name in (key for key in wanted if key.startswith("metric.")):
         assert seen[name].item() == pytest.approx(wanted[name].item(), rel=1e-4, abs=1e-6), name

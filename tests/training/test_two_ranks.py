@@ -27,7 +27,7 @@ from rl_core.training.engine import TrainEngine
 from rl_core.training.mesh import RankMesh
 
 sys.path.append(str(Path(__file__).parent))
-from two_ranks import CONFIG, LORA, MAX_TOKENS, OPTIM  # noqa: E402
+from two_ranks import CONFIG, LORA, MAX_TOKENS, OPTIM
 
 HERE = Path(__file__).parent
 

@@ -5,6 +5,7 @@ Usage: two_ranks.py RANK 2 MODEL FOLDER, where FOLDER holds a checkpoint `alone`
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ def main(rank: int, model: Path, folder: Path) -> None:
             save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.safetensors")
 
     engine = policy_engine(model, rank_mesh, OPTIM, MAX_TOKENS)
-    local = sum(parameter.to_local().numel() for parameter in engine.module.parameters())  # type: ignore[operator]
+    shards: list[Any] = list(engine.module.parameters())
+    local = sum(shard.to_local().numel() for shard in shards)
     metrics = update(engine, rows, tokens, sequences, CONFIG)
     numbers = {**{name: torch.tensor(value) for name, value in metrics.items()}, "local": torch.tensor(local)}
     write("metrics", numbers)

@@ -14,4 +14,5 @@ def rows(config: SourceConfig, seed: int) -> tuple[list[Row], list[Row]]:
 
 def reference_response(row: Row) -> str:
     """The same digits."""
-    return row["reward_model"]["ground_truth"]
+    answer: str = row["reward_model"]["ground_truth"]
+    return answer

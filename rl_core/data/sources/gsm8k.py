@@ -23,7 +23,8 @@ def rows(config: SourceConfig, seed: int) -> tuple[Iterator[Found], Iterator[Fou
 
 def reference_response(row: Row) -> str:
     """The data set's worked answer."""
-    return row["extra_info"]["answer"]
+    answer: str = row["extra_info"]["answer"]
+    return answer
 
 
 def _split(path: str, name: str, split: str, count: int | None) -> Iterator[Found]:

@@ -27,7 +27,8 @@ def rows(config: SourceConfig, seed: int) -> tuple[Iterator[Found], Iterator[Fou
 
 def reference_response(row: Row) -> str:
     """The data set's solution, or where it has none the answer in a box."""
-    return row["extra_info"]["answer"]
+    answer: str = row["extra_info"]["answer"]
+    return answer
 
 
 def _to_row(record: Row, split: str, index: int, where: str) -> Row:

@@ -14,7 +14,7 @@ from rl_core.rollout.tools.resolve import same_name
 if TYPE_CHECKING:
     from rl_core.rollout.agent.mcp import McpServer
 
-__all__ = ["Toolbox", "ToolFailure", "ToolOutcome", "ToolRunner", "tool_schemas"]
+__all__ = ["ToolFailure", "ToolOutcome", "ToolRunner", "Toolbox", "tool_schemas"]
 
 
 class ToolRunner:

@@ -161,13 +161,13 @@ def tools_of_row(row: dict[str, Any], names: list[str]) -> dict[str, dict[str, K
     chosen = (row.get("extra_info") or {}).get("tools_kwargs")
     if not isinstance(chosen, dict):
         return {name: {} for name in names}
-    chosen = without_none(chosen)
+    selected: dict[str, dict[str, Kwargs]] = without_none(chosen)
     allowed = [f"{method}_kwargs" for method in METHODS]
-    for name, kwargs in chosen.items():
+    for name, kwargs in selected.items():
         _known(name, names, "extra_info.tools_kwargs", "add it to agent.tools")
         for key in kwargs:
             _known(key, allowed, f"extra_info.tools_kwargs.{name}", "name a method of the tool")
-    return chosen
+    return selected
 
 
 def row_schemas(schemas: list[dict[str, Any]]) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:

@@ -100,6 +100,7 @@ class FunctionTool(Tool):
         return FunctionTool, (self._function,)  # the model of its arguments has no name to be found by
 
     def execute(self, arguments: dict[str, Any], **kwargs: Any) -> Any:
+        """Calls the function."""
         return self._function(**{**arguments, **kwargs})
 
 

@@ -1,5 +1,6 @@
 """What the command prints last, and its exit code, whatever has ended it."""
 
+import signal
 from argparse import Namespace
 from typing import Any
 
@@ -45,8 +46,8 @@ def test_a_sigterm_that_prefect_could_not_pass_on_is_one(
     monkeypatch.setenv("ROLLFORWARD_HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setattr(post_train, "run_as_flow", told_to_stop)
     monkeypatch.setattr(runs, "start_guardian", lambda: None)
-    monkeypatch.setattr(runs.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(runs.signal, "pthread_sigmask", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
     assert cli.main(["run", "demo", "--run", "x"]) == 143
     assert "stopped at step 0 of 200" in capsys.readouterr().out
 

@@ -76,7 +76,7 @@ def group_lives(number: int) -> bool:
 
 def answers(port: int) -> bool:
     try:
-        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+        return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
@@ -91,11 +91,12 @@ def ask(port: int, **body: Any) -> Any:
 
 
 def greedy(folder: Path, tokens: int) -> str:
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
         output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 @pytest.mark.timeout(400)

@@ -1,4 +1,5 @@
 import asyncio
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rl_core.rollout.engine.protocol import Completion, Sampling
 from rl_core.rollout.trajectory import Trajectory, TrajectoryState
 
 SAMPLING = Sampling(0.7, 5, (2,))
-TURNS = {
+TURNS: dict[tuple[int, ...], tuple[list[int], list[float], list[int], Literal["stop", "length"]]] = {
     (4, 9): ([9, 2], [-0.5, -0.25], [3, 3], "stop"),
     (4,): ([9, 8, 7, 6, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], [2, 2, 3, 3, 3], "length"),
     (4, 9, 9): ([], [], [], "length"),
@@ -80,12 +81,12 @@ class Stuck(Echo):
 
 def rollout() -> tuple[Recorded, DataProto]:
     engine = Recorded()
-    columns = {"prompt_ids": [[4, 9], [4], [4, 9, 9]], "seed": [5, 6, 7], "uid": ["a", "b", "c"]}
+    columns: dict[str, Any] = {"prompt_ids": [[4, 9], [4], [4, 9, 9]], "seed": [5, 6, 7], "uid": ["a", "b", "c"]}
     return engine, single_turns(engine, DataProto.from_dict({}, columns), SAMPLING)  # type: ignore[arg-type]
 
 
 def conversation(responder: Echo, width: int = 8, **settings: object) -> DataProto:
-    columns = {"prompt_ids": [[4, 9]], "seed": [5], "uid": ["a"]}
+    columns: dict[str, Any] = {"prompt_ids": [[4, 9]], "seed": [5], "uid": ["a"]}
     config = AgentConfig.model_validate(settings)
     sampling = Sampling(0.7, width, (2,))
     engine, prompts = Recorded(), DataProto.from_dict({}, columns)
@@ -136,7 +137,7 @@ def test_what_answers_a_turn_is_part_of_the_response_and_not_the_policys() -> No
     [(8, {"max_turns": 1}, "max_turns", 2), (4, {}, "length", 2), (5, {}, "stop", 5)],
 )
 def test_a_conversation_ends_at_its_limits_with_a_sampled_token(
-    width: int, settings: dict, reason: str, length: int
+    width: int, settings: dict[str, Any], reason: str, length: int
 ) -> None:
     data = conversation(Echo(), width, **settings)
     assert data.non_tensor_batch["stop_reason"].tolist() == [reason]

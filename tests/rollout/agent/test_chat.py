@@ -99,20 +99,22 @@ def test_prompt_turns_and_appended_tokens_are_the_whole_conversation(
         messages = [{"role": role, "content": text} for text in texts]
         # A sampled turn's own white space is never rendered again.
         end = stop_ids(TOKENIZERS[name])[1 if name == "headers" else 0]
-        ids += ids_of(name, answer.strip()) + [end] + CHATS[name].appended_ids(messages, end)
+        ids += [*ids_of(name, answer.strip()), end, *CHATS[name].appended_ids(messages, end)]
         talk += [{"role": "assistant", "content": answer.strip()}, *messages]
     assert ids == ids_of(name, rendered(name, talk))
 
 
 def test_the_new_line_after_the_stop_token_is_appended() -> None:
-    tokenizer, stop = TOKENIZERS["chatml"], TOKENIZERS["chatml"].convert_tokens_to_ids("<|im_end|>")
+    tokenizer: Any = TOKENIZERS["chatml"]
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = CHATS["chatml"].appended_ids([{"role": "tool", "content": "4"}], stop)
     assert tokenizer.decode(ids) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>\n"), ("headers", "<|eot|>"), ("tiny", "<|end|>")])
 def test_a_turn_that_ended_in_another_token_is_closed_first(name: str, end: str) -> None:
-    tokenizer, foreign = TOKENIZERS[name], "<pad>" if name == "tiny" else "<|endoftext|>"
+    tokenizer: Any = TOKENIZERS[name]
+    foreign = "<pad>" if name == "tiny" else "<|endoftext|>"
     own, other = tokenizer.convert_tokens_to_ids([end.strip(), foreign])
     message = [{"role": "user", "content": f"what is {foreign}?"}]
     assert CHATS[name].appended_ids(message, other) == [own, *CHATS[name].appended_ids(message, own)]

@@ -101,7 +101,9 @@ def parse(form: str, text: str) -> tuple[str, list[ToolCall]]:
 
 @pytest.mark.parametrize(("form", "write"), WRITERS)
 def test_one_call_and_several_are_read_in_every_form(form: str, write: Writer) -> None:
-    for calls in [("add", {})], [("add", NESTED)], [("add", {"a": 1}), ("other", {"text": "é"}), ("add", {"a": -3})]:
+    several = [("add", {"a": 1}), ("other", {"text": "é"}), ("add", {"a": -3})]
+    every: list[list[tuple[str, Any]]] = [[("add", {})], [("add", NESTED)], several]
+    for calls in every:
         assert parse(form, write(*calls)) == ("", [ToolCall(*call) for call in calls])
 
 
@@ -280,7 +282,7 @@ def test_ten_megabytes_take_two_seconds_at_most(form: str, piece: str) -> None:
     for head in HEADS:
         text = head + piece * (10_000_000 // len(piece))
         start = time.perf_counter()
-        outside, calls = parse(form, text)
+        _, calls = parse(form, text)
         assert time.perf_counter() - start < 2.0, head
         assert len(calls) <= MAX_CALLS + 1
 

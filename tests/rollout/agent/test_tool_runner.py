@@ -191,8 +191,8 @@ def test_a_tool_that_cannot_be_created_or_gives_no_reward_fails_its_trajectory(t
     file = tmp_path / "released"
 
     async def work(runner: ToolRunner, toolbox: Toolbox) -> None:
+        kwargs = {"create_kwargs": {"fail": True}, "release_kwargs": {"file": str(file)}}
         with pytest.raises(ToolFailure, match="create of tool 'diary': RuntimeError: cannot be created") as error:
-            kwargs = {"create_kwargs": {"fail": True}, "release_kwargs": {"file": str(file)}}
             await runner.open(row_with(diary=kwargs))
         assert not file.exists()  # what was not created is not released
         assert error.value.status == "error" and "in create" in error.value.detail

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -12,10 +13,11 @@ if __name__ == "__main__":
     (output,) = llm.generate([TokensPrompt(prompt_token_ids=ids)], SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert output.prompt_logprobs is not None
     places = zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+    tokenizer: Any = llm.get_tokenizer()
     served = {
         "log_probs": [table[token].logprob for table, token in places if table],
         "temperature": llm.get_default_sampling_params().temperature,
-        "chat": llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "1 2"}], tokenize=False),
-        "end": llm.get_tokenizer().eos_token,
+        "chat": tokenizer.apply_chat_template([{"role": "user", "content": "1 2"}], tokenize=False),
+        "end": tokenizer.eos_token,
     }
     print("\n" + json.dumps(served))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -257,10 +257,15 @@ def test_the_canary_does_not_wait_for_turns_that_wait(
     """More turns than the engine decodes at a time are under way; the push must not decode them first, nor need a slot
     that one of them has."""
     steps: list[int] = []
-    engine = vllm_engine._requests.engine
+    engine: Any = vllm_engine._requests.engine
     scheduler = engine.engine_core.engine_core.scheduler
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: steps.append(1) or step())
+
+    def counted() -> Any:
+        steps.append(1)
+        return step()
+
+    monkeypatch.setattr(engine, "step", counted)
 
     async def pushed() -> int:
         turns = [

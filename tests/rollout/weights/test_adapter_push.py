@@ -1,7 +1,7 @@
 """Pushes of a policy with adapters into the live engine, merged and as adapters, in float32."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ class Trainer:
 
     def check_samples(self, version: int) -> None:
         """What the live engine samples is of the version, and as likely as the trained policy says."""
-        columns = {"prompt_ids": PROMPTS * 4, "seed": list(range(12))}
+        columns: dict[str, Any] = {"prompt_ids": PROMPTS * 4, "seed": list(range(12))}
         batch = single_turns(self.rollout, DataProto.from_dict({}, columns), FREE)
         assert batch.batch["version"].tolist() == [[version] * 8] * 12
         wanted_BR = self.engine.compute(batch, 1.0)[0]
@@ -106,7 +106,7 @@ def test_adapters_that_were_changed_on_the_way_are_caught(trainer: Trainer, monk
 
 def test_a_cached_prompt_is_computed_anew_after_a_push(trainer: Trainer) -> None:
     prompt = torch.randint(3, 64, (50,), generator=torch.Generator().manual_seed(5)).tolist()  # longer than a block
-    columns = {"prompt_ids": [prompt] * 2, "seed": [1, 2]}
+    columns: dict[str, Any] = {"prompt_ids": [prompt] * 2, "seed": [1, 2]}
     for version in (1, 2):
         trainer.sharding.push(version)
         batch = single_turns(trainer.rollout, DataProto.from_dict({}, columns), FREE)

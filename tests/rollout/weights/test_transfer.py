@@ -2,6 +2,7 @@
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Queue
 
 import torch
@@ -66,7 +67,11 @@ def test_every_rank_receives_what_the_first_one_sends_push_after_push() -> None:
             queue.put(data.clone())
 
     sender = Broadcast(store, send, CPU)
-    receivers = [Broadcast(store, lambda data, q=queue: data.copy_(q.get(timeout=10)), CPU) for queue in queues]
+
+    def receive(queue: Queue[Tensor], data: Tensor) -> None:
+        data.copy_(queue.get(timeout=10))
+
+    receivers = [Broadcast(store, partial(receive, queue), CPU) for queue in queues]
     pushes = [named([(torch.float32, [3, 4]), (torch.bfloat16, [7]), (torch.int64, [50])], seed) for seed in range(3)]
     pushes.append(named([(torch.float32, [1])]))
     with ThreadPoolExecutor() as threads:

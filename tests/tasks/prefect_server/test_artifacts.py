@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prefect import flow, task
@@ -65,7 +66,7 @@ def test_lines_progress_tables_and_texts_are_on_the_page(server: None, capsys: p
     flow_run = inside_a_flow(act)
     assert logged(flow_run) == ["▸ train"]
     assert "▸ train" not in "".join(capsys.readouterr())  # the console has printed it already
-    found = {name: Artifact.get(f"my-run-2-{name}") for name in ("progress", "scores", "summary")}
+    found: dict[str, Any] = {name: Artifact.get(f"my-run-2-{name}") for name in ("progress", "scores", "summary")}
     assert all(artifact and str(artifact.flow_run_id) == flow_run for artifact in found.values())
     progress, scores, summary = (artifact for artifact in found.values() if artifact)
     assert (progress.type, progress.data, progress.description) == ("progress", 100.0, "step 4")
@@ -74,7 +75,12 @@ def test_lines_progress_tables_and_texts_are_on_the_page(server: None, capsys: p
 
 def test_progress_is_sent_every_few_seconds_and_at_the_end(server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[float] = []
-    monkeypatch.setattr(prefect_pages, "create_progress_artifact", lambda value, **_: sent.append(value) or "id")
+
+    def created(value: float, **_: Any) -> str:
+        sent.append(value)
+        return "id"
+
+    monkeypatch.setattr(prefect_pages, "create_progress_artifact", created)
     monkeypatch.setattr(prefect_pages, "update_progress_artifact", lambda _, value, **__: sent.append(value))
     pages = PrefectPages("run")
     for step in range(1, 101):
