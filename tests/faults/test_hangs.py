@@ -172,7 +172,7 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named_with_what_it_does(
 def test_an_engine_whose_decoding_hangs(placement: Placement) -> None:
     with made(placement, engine_class(), 1, AsyncHost) as engine:
         engine.deadline = DEADLINE
-        with pytest.raises(Stalled, match="awaits something in its event loop"):
+        with pytest.raises(Stalled, match="awaits an operation in its event loop"):
             engine.awaits_for_ever()
         with pytest.raises(Stalled, match=r"generate_sequences on rank\(s\) \[0\] did not answer") as raised:
             engine.generate_sequences()
