@@ -41,15 +41,15 @@ class Call:
         deadline: float,
         collect: Callable[[list[Any]], Any],
         ranks: Sequence[RankProcess],
-        earlier: MutableSequence[float],
+        durations: MutableSequence[float],
     ) -> None:
         """`refs` has one entry per rank that runs the method; the call fails after `deadline` seconds.
 
-        `ranks` are the known processes of the group. `earlier` has the durations in seconds of previous calls of this
+        `ranks` are the known processes of the group. `durations` has the seconds of previous calls of this
         method; this call's duration is appended.
         """
         self.name, self.method, self.refs, self.deadline, self.collect = name, method, refs, deadline, collect
-        self.ranks, self.earlier = ranks, earlier
+        self.ranks, self.durations = ranks, durations
         self.start, self.since = time.monotonic(), time.time()
         self._warned = False
 
@@ -74,7 +74,7 @@ class Call:
             if not failures and pending and self.late:
                 raise stalled(self.name, self.method, self._ranks_of(pending), self.ranks, self.deadline, self.since)
             self._warn_if_slow(pending)
-        self.earlier.append(self._seconds)
+        self.durations.append(self._seconds)
         progress()
         return self.collect([results[ref] for ref in self.refs])
 
@@ -98,7 +98,7 @@ class Call:
 
     def _warn_if_slow(self, pending: list[ray.ObjectRef[Any]]) -> None:
         """Logs a warning, once, if the call takes unusually long."""
-        usual = max(UNUSUAL * median(self.earlier), UNUSUAL_S) if self.earlier else self.deadline / 2
+        usual = max(UNUSUAL * median(self.durations), UNUSUAL_S) if self.durations else self.deadline / 2
         if pending and not self._warned and self._seconds > usual:
             self._warned = True
             logger.warning(

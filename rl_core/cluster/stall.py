@@ -61,7 +61,7 @@ def offer_stacks() -> RankProcess:
     return RankProcess(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid(), file)
 
 
-def ask(rank: RankProcess) -> Seen:
+def observe(rank: RankProcess) -> Seen:
     """Observes a process of this machine; takes a few seconds at most and never raises."""
     path = f"/proc/{rank.pid}/fd/{rank.file}"
     try:
@@ -75,8 +75,8 @@ def ask(rank: RankProcess) -> Seen:
         end = time.monotonic() + ANSWER_S
         while time.monotonic() < end:
             time.sleep(POLL)
-            earlier, size = size, os.stat(path).st_size
-            if size == earlier > before:
+            previous, size = size, os.stat(path).st_size
+            if size == previous > before:
                 break
         with open(path, errors="replace") as file:
             file.seek(before)
@@ -86,12 +86,12 @@ def ask(rank: RankProcess) -> Seen:
     return Seen(stacks, "" if stacks else f"did not write its stacks (state: {state})")
 
 
-def ask_all(ranks: Mapping[int, RankProcess]) -> dict[int, Seen]:
+def observe_all(ranks: Mapping[int, RankProcess]) -> dict[int, Seen]:
     """Observes each rank's process, on any machine."""
     try:
         here = ray.get_runtime_context().get_node_id()
-        requested = {number: _ask_elsewhere(rank) for number, rank in ranks.items() if rank.node != here}
-        seen = {number: ask(rank) for number, rank in ranks.items() if rank.node == here}
+        requested = {number: _observe_elsewhere(rank) for number, rank in ranks.items() if rank.node != here}
+        seen = {number: observe(rank) for number, rank in ranks.items() if rank.node == here}
         end = time.monotonic() + ELSEWHERE_S
         for number, ref in requested.items():
             try:
@@ -103,10 +103,10 @@ def ask_all(ranks: Mapping[int, RankProcess]) -> dict[int, Seen]:
         return {number: Seen("", f"cannot be queried: {error}") for number in ranks}
 
 
-def _ask_elsewhere(rank: RankProcess) -> "ray.ObjectRef[Seen]":
+def _observe_elsewhere(rank: RankProcess) -> "ray.ObjectRef[Seen]":
     there = NodeAffinitySchedulingStrategy(rank.node, soft=False)
     options: Any = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-    return ray.remote(**options)(ask).remote(rank)
+    return ray.remote(**options)(observe).remote(rank)
 
 
 def stalled(
@@ -114,7 +114,7 @@ def stalled(
 ) -> Stalled:
     """The error of a call made at `since` (seconds since 1970) that the ranks in `late` have not answered."""
     known = {rank: ranks[rank] for rank in late if rank < len(ranks)}
-    seen = ask_all(known)
+    seen = observe_all(known)
     # Ranks that only wait for others come last.
     order = sorted(known, key=lambda rank: (waits_for_others(seen[rank].stacks), rank))
     lines = [

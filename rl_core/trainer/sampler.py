@@ -99,7 +99,7 @@ class Sampler:
         if any(version not in allowed for version in served):
             raise TrainingError(
                 f"step {step} needs rollouts of weights version {step - 1}"
-                + (f", at most {self.config.max_staleness} behind" if self.config.max_staleness else "")
+                + (f" (maximum staleness {self.config.max_staleness})" if self.config.max_staleness else "")
                 + f"; the engine served {', '.join(map(str, served))}"
             )
 

@@ -155,7 +155,7 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named_with_what_it_does(
     assert "in all_reduce" in raised.value.report and raised.value.report.count("most recent call first") >= 4
 
     # From another machine of the cluster it is asked through Ray.
-    elsewhere = ray.get(stall._ask_elsewhere(ranks.ranks[1]), timeout=20)
+    elsewhere = ray.get(stall._observe_elsewhere(ranks.ranks[1]), timeout=20)
     assert stall.describe(elsewhere) in hanging
 
     file = keep_stall(tmp_path, "a/run", Status(stage="train", phase="push", step=4), raised.value.report)
