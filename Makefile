@@ -1,4 +1,4 @@
-# Two commands from a fresh clone: `make demo` and `make test`.
+# From a fresh clone: `make demo` or `make test`.
 PYTHON ?= python3.11
 EXTRA ?= cpu
 BIN := .venv/bin
@@ -12,16 +12,16 @@ test: check
 	$(BIN)/python -m pytest -n 3
 	$(BIN)/python tests/mutation/run.py
 
-# Ten bugs are planted into a copy of the library, one at a time; the tests must notice each.
+# Plants ten bugs into a copy of the library, one at a time; the tests must catch each.
 mutation: .venv/installed
 	$(BIN)/python tests/mutation/run.py
 
-# Kills every part of a run at every point of a step, then 30 parts at random; docs/reliability.md has the table.
+# Kills every part of a run at every point of a step, then 30 parts at random; writes the table in docs/reliability.md.
 faults: .venv/installed
 	$(BIN)/python tests/faults/matrix.py --write docs/reliability.md
 	$(BIN)/python tests/faults/matrix.py --random 30
 
-# 2,000 steps of the tiny model; fails when a process, its files or the step time grow.
+# Trains the tiny model for 2,000 steps; fails if a process, its files or the step time grow.
 soak: .venv/installed
 	$(BIN)/python -m benchmarks.soak
 

@@ -1,9 +1,9 @@
-"""Installs Rollforward and the versions that are known to work together into the environment that runs this file.
+"""Installs Rollforward with tested dependency versions into the environment that runs this file.
 
     python install.py cpu|gpu
 
-Two traps of the CPU set are handled here: the CPU build of torch is not on the default index everywhere, and vLLM asks
-for torchvision, torchaudio and torchcodec, whose default builds break transformers beside a CPU build of torch.
+Handles two problems of the CPU variant: the CPU build of torch is not on every default index, and vLLM depends on
+torchvision, torchaudio and torchcodec, whose default builds break transformers with a CPU build of torch.
 """
 
 import subprocess
@@ -16,17 +16,20 @@ CPU_TORCH = "torch==2.13.0+cpu"
 
 
 def pip(*arguments: str) -> bool:
-    """Runs pip here; returns whether it succeeded."""
+    """Runs pip in this environment; returns whether it succeeded."""
     return subprocess.run([sys.executable, "-m", "pip", *arguments], check=False).returncode == 0
 
 
 def main(extra: str) -> int:
-    """Installs the project with an extra and the tools for its tests."""
+    """Installs the project with an extra and its test tools; returns the exit code."""
     if extra == "cpu" and not pip("install", "--quiet", CPU_TORCH):
-        # uv knows where PyTorch keeps its CPU builds.
+        # uv knows the index of PyTorch's CPU builds.
         uv = ["-m", "uv", "pip", "install", "--torch-backend", "cpu", CPU_TORCH]
         if not pip("install", "--quiet", "uv") or subprocess.run([sys.executable, *uv], check=False).returncode:
-            print(f"install: could not get {CPU_TORCH}; install it from PyTorch's index of CPU builds and repeat")
+            print(
+                f"install: failed to install {CPU_TORCH}; "
+                "install it from PyTorch's index of CPU builds, then rerun install.py"
+            )
             return 1
     constraints = ["--constraint", str(HERE / "constraints.txt")] if extra == "cpu" else []
     print("Installing (a few minutes, about 5 GB) …", flush=True)

@@ -1,9 +1,9 @@
-"""Memory and time of drawing prompts from large prepared data.
+"""Measures memory and time of drawing prompts from large prepared data.
 
     python -m benchmarks.data [ROWS=10000]
 
-Writes ROWS prepared training rows into a temporary folder, then draws 200 batches of 64 prompts in a process of its
-own: its peak of memory above what its imports take, the milliseconds a batch, and the size on disk.
+Writes ROWS prepared training rows into a temporary folder, then draws 200 batches of 64 prompts in a separate process.
+Prints its peak memory minus that of the imports, the milliseconds per batch, and the size on disk.
 """
 
 import json
@@ -29,7 +29,7 @@ QUESTION = "a problem of a few lines with some numbers in it and a question at i
 
 
 def write_rows(store: Store, rows: int) -> None:
-    """Commits as many rows, made a part at a time without a Python object for each."""
+    """Commits `rows` generated rows, one part at a time and without a Python object per row."""
     for number, start in enumerate(range(0, rows, PART_ROWS)):
         index = pa.array(np.arange(start, min(start + PART_ROWS, rows))).cast(pa.string())
         columns: dict[str, object] = {
@@ -50,14 +50,14 @@ def write_rows(store: Store, rows: int) -> None:
 
 
 def _texts(before: str, index: pa.StringArray, after: str) -> pa.StringArray:
-    """The texts with the row's number in each; without it where the text ends before it."""
+    """One text per row with the row's number between `before` and `after`; only `before` if `after` is empty."""
     if not after:
         return pa.repeat(before, len(index))
     return pc.binary_join_element_wise(before, index, after, "")
 
 
 def draw(url: str) -> dict[str, float]:
-    """Draws the batches in this process; {peak_mb, ms}: memory above what was taken before, and time a batch."""
+    """Draws the batches in this process; returns `peak_mb` (above the memory at the start) and `ms` per batch."""
     store, tokenizer = Store(url), build_tokenizer()
     manifest = store.read_manifest(run_files.DATA)
     assert manifest is not None
@@ -71,7 +71,7 @@ def draw(url: str) -> dict[str, float]:
 
 
 def measure(url: str) -> dict[str, float]:
-    """What `draw` gives in a fresh process."""
+    """Runs `draw` in a new process and returns its result."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.data", "--draw", url],
         cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True, check=True,
@@ -81,13 +81,13 @@ def measure(url: str) -> dict[str, float]:
 
 
 def _memory(name: str) -> float:
-    """A line of this process's status in MB."""
+    """A field of this process's `/proc` status in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1000 for line in lines if line.startswith(f"{name}:"))
 
 
 def main(rows: int) -> None:
-    """Prints one line."""
+    """Measures and prints one line."""
     with tempfile.TemporaryDirectory(prefix="rfdata") as folder:
         start = time.perf_counter()
         write_rows(Store(folder), rows)
@@ -96,7 +96,7 @@ def main(rows: int) -> None:
         found = measure(folder)
     print(
         f"{rows:,} rows, {disk / 1e6:,.1f} MB on disk, written in {seconds:.0f} s: {found['peak_mb']:.1f} MB above the "
-        f"imports, {found['ms']:.1f} ms a batch of {BATCH}"
+        f"imports, {found['ms']:.1f} ms per batch of {BATCH}"
     )
 
 

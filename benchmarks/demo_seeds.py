@@ -1,4 +1,4 @@
-"""Runs the demo for several seeds and prints a table of its scores before and after.
+"""Runs the demo for several seeds and prints a table of scores before and after training.
 
 python benchmarks/demo_seeds.py [SEEDS=5] [a.b=value …]
 """
@@ -15,7 +15,7 @@ COMMAND = str(Path(sys.executable).parent / "rollforward")
 
 
 def main(arguments: list[str]) -> int:
-    """One run a seed, in a home folder of its own."""
+    """Runs the demo once per seed, in a temporary home folder."""
     seeds = int(arguments.pop(0)) if arguments and arguments[0].isdigit() else 5
     print(
         "| seed | sampled before | sampled after | greedy before | greedy after | seconds |\n|---|---|---|---|---|---|"

@@ -1,10 +1,10 @@
-"""Time that the driver spends on one DP_COMPUTE_PROTO call, without the workers' own.
+"""Measures the driver's time for one DP_COMPUTE_PROTO call, excluding the workers' time.
 
     python benchmarks/dispatch.py [--ranks 256] [--sequence-parallel 1] [--rows 4096] [--tokens 1024] [--calls 5]
 
-The ranks are stand-ins: a call to one puts its arguments into Ray's object store, as Ray does for a real actor, and the
-answer there (three float32 values a response token, as of `compute_log_prob`) is ready at once. All else is what a run
-does.
+The ranks are stubs: a call puts its arguments into Ray's object store, as Ray does for a real actor, and the answer
+(three float32 values per response token, as for `compute_log_prob`) is available there immediately. Everything else is
+the code of a run.
 """
 
 import argparse
@@ -32,17 +32,17 @@ from rl_core.data.protocol import DataProto  # noqa: E402
 
 
 class Rank:
-    """Stands for the handle of a rank's actor."""
+    """Stub of the handle of a rank's actor."""
 
     def __init__(self) -> None:
         self.call, self.answer, self.sent = self, ray.put(None), 0.0
 
     def options(self, name: str) -> "Rank":
-        """As of an actor's method."""
+        """Ignores the options; interface of an actor's method."""
         return self
 
     def remote(self, method: str, answers: bool, *args: Any) -> ray.ObjectRef[Any]:
-        """Puts what is not in the object store yet; returns the answer that is ready."""
+        """Puts arguments into the object store unless they are there; returns the prepared answer."""
         start = time.perf_counter()
         for arg in args:
             if isinstance(arg, DataProto):
@@ -52,7 +52,7 @@ class Rank:
 
 
 def step_batch(rows: int, tokens: int) -> DataProto:
-    """A step's batch before log-probs: half of a row's tokens are the prompt, and rows carry their facts."""
+    """A step's batch before log-probs: half of each row's tokens are the prompt; rows include their data row."""
     prompt, response = tokens // 2, tokens - tokens // 2
     generator = torch.Generator().manual_seed(0)
     return DataProto.from_dict(
@@ -77,7 +77,7 @@ def step_batch(rows: int, tokens: int) -> DataProto:
 
 
 def measure(batch: DataProto, layout: Layout, calls: int) -> dict[str, list[float]]:
-    """Seconds of each part of a call, for each call."""
+    """Seconds of each part of every call."""
     group: Any = SimpleNamespace(
         name="Rank", layout=layout, deadline=600.0, workers=[Rank() for _ in range(layout.world_size)]
     )
@@ -117,7 +117,7 @@ def measure(batch: DataProto, layout: Layout, calls: int) -> dict[str, list[floa
 
 
 def main() -> None:
-    """Prints the table."""
+    """Measures and prints the table."""
     parser = argparse.ArgumentParser()
     for name, default in (("ranks", 256), ("sequence-parallel", 1), ("rows", 4096), ("tokens", 1024), ("calls", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -127,9 +127,10 @@ def main() -> None:
     with ray_session(HOME, 1, verbose=False):
         seconds = measure(batch, Layout(options.ranks, options.sequence_parallel), options.calls + 1)
     print(
-        f"{options.ranks} ranks, {options.sequence_parallel} a sequence; {options.rows} rows of {options.tokens} tokens"
+        f"{options.ranks} ranks, {options.sequence_parallel} per sequence; "
+        f"{options.rows} rows of {options.tokens} tokens"
     )
-    print(f"({size:,.0f} MiB of tensors); {os.cpu_count()} cores; median of {options.calls} calls after a first one\n")
+    print(f"({size:,.0f} MiB of tensors); {os.cpu_count()} cores; median of {options.calls} calls after one warm-up\n")
     print("| part | ms |\n|---|---|")
     for name, values in seconds.items():
         print(f"| {name} | {1000 * statistics.median(values[1:]):,.0f} |")

@@ -1,4 +1,4 @@
-"""Simulates comparisons of two models and prints how often the gate promotes: of equally good ones, and of better ones.
+"""Simulates comparisons of two models and prints how often the gate promotes equal and better candidates.
 
 python -m benchmarks.gate [RUNS=1000]
 """
@@ -20,8 +20,8 @@ CONFIG = {"max_length_ratio": None, "max_format_drop": None, "max_refusal_rise":
 
 @dataclass(frozen=True)
 class Case:
-    """Held-out rows, what the candidate's chance of a right answer gains on each of them, and whether the score is the
-    mean of several responses (graded) or of one greedy answer (0 or 1)."""
+    """Number of held-out rows, the candidate's gain in the probability of a right answer on each row, and whether
+    scores are means of several responses (`graded`) or of one greedy answer (0 or 1)."""
 
     rows: int
     effect: float
@@ -29,9 +29,9 @@ class Case:
 
 
 def share_promoted(case: Case, runs: int, seed: int) -> float:
-    """Share of simulated comparisons that the gate answers with a promotion.
+    """Share of simulated comparisons in which the gate promotes.
 
-    Rows differ in how hard they are: the champion's chance on each is drawn from Beta(1.4, 0.6), 0.7 on average.
+    Rows differ in difficulty: the champion's probability on each is drawn from Beta(1.4, 0.6), with mean 0.7.
     """
     rng = np.random.default_rng(seed)
     config = GateConfig(metric="sampled" if case.graded else "greedy", **CONFIG)
@@ -44,7 +44,7 @@ def share_promoted(case: Case, runs: int, seed: int) -> float:
 
 
 def _evaluation(rng: np.random.Generator, chance: np.ndarray) -> dict[str, Any]:
-    """What the gate reads of an evaluation."""
+    """The fields of an evaluation that the gate reads."""
     score_NK = (rng.random((len(chance), SAMPLES)) < chance[:, None]).astype(float)
     per_row = [{"source": "rows", "greedy": its[0], "sampled": its} for its in score_NK.tolist()]
     means = {"greedy": score_NK[:, 0].mean(), "sampled": score_NK.mean()}
@@ -53,7 +53,7 @@ def _evaluation(rng: np.random.Generator, chance: np.ndarray) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the table."""
+    """Simulates and prints the table."""
     runs = int(arguments[0]) if arguments else 1000
     print("| score | held-out rows | " + " | ".join(f"{effect:+.2f}" for effect in EFFECTS) + " |")
     print("|---" * (len(EFFECTS) + 2) + "|")

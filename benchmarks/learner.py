@@ -1,7 +1,6 @@
-"""Trains an untrained tiny model to repeat four digits with each algorithm, and one to use a tool, through the real
-trainer.
+"""Trains a tiny random model with the real trainer: to repeat four digits with each algorithm, and to use a tool.
 
-`flows.home.prepare_environment` must have run before this module is imported.
+`flows.home.prepare_environment` must run before this module is imported.
 """
 
 import statistics
@@ -34,15 +33,15 @@ from rl_core.trainer.warm_start import warm_start
 
 TASK = "learn_copy"
 TARGET, WINDOW = 0.9, 3
-"""The mean score that counts as learned, over this many steps."""
+"""Mean score that counts as learned, and the number of steps it is averaged over."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe (name or path), settings that suit a tiny model, the fewest and most steps of five seeds, and the recipe
-    of the task.
+    """A recipe (name or path), settings for the tiny model, the minimum and maximum steps over five seeds (`band`), and
+    the recipe of the task.
 
-    Without a band five seeds have not been measured, and the task's own number of steps is the limit.
+    Without a band (not measured) the task's own number of steps is the limit.
     """
 
     recipe: str
@@ -51,8 +50,8 @@ class Case:
     task: str = TASK
 
 
-# Advantages that are not divided by their spread are small at first. So must the entropy bonus be, and with few
-# responses a step the start is left to luck.
+# Unnormalised advantages are small at first, so the entropy bonus must be small too; with few responses per step,
+# whether learning starts depends on chance.
 UNSCALED = ("actor.entropy_coef=0.005", "data.train_batch_size=64")
 CASES = {
     "grpo": Case("grpo", band=(82, 114)),
@@ -76,11 +75,11 @@ CASES = {
 
 
 class _Configurable(Worker):
-    """A worker that takes another config while it lives: to start one takes longer than to train the tiny model."""
+    """A worker that accepts another config while running: starting one takes longer than training the tiny model."""
 
     @register(Dispatch.ONE_TO_ALL)
     def configure(self, config: RunConfig) -> None:
-        """What is built from now on uses this config; the rollout engine stays."""
+        """Uses this config from now on; the rollout engine is kept."""
         self.config = config
 
 
@@ -93,7 +92,7 @@ class LearningCritic(_Configurable, CriticWorker):
 
 
 class LearningRoles(Roles):
-    """One set of live workers for many configs of the same model and lengths up to the first one's."""
+    """One set of workers for many configs of the same model, with lengths up to those of the first config."""
 
     def __init__(self, config: RunConfig, model: Path) -> None:
         self.run = str(model)
@@ -106,7 +105,7 @@ class LearningRoles(Roles):
         self.init_models(str(model), 1)
 
     def use(self, config: RunConfig) -> None:
-        """Takes the config; `init_models` has to follow."""
+        """Switches to another config; `init_models` must follow."""
         self.config = config
         self.trained = self.workers[: 1 + config.needs_critic]
         for group in self.trained:
@@ -114,7 +113,7 @@ class LearningRoles(Roles):
 
 
 class _Learned(Exception):
-    """Ends a training before its last step."""
+    """Ends training before its last step."""
 
 
 class Learner:
@@ -133,17 +132,17 @@ class Learner:
             self.roles.close()
 
     def config(self, case: Case, seed: int) -> RunConfig:
-        """The case's task under its recipe, which wins where both have a setting."""
+        """The task's config overridden by the case's recipe."""
         recipe = self.home / f"case-{self.runs}.yaml"
         recipe.write_text(f"defaults: [{case.task}, {case.recipe}]\n")
         return compose(str(recipe), [*case.settings, f"trainer.seed={seed}", "trainer.save_every=1000"]).config
 
     def steps(self, case: Case, seed: int) -> tuple[int | None, list[Metrics]]:
-        """Steps until the target is reached, None when it never was, and the metrics of each step."""
+        """Number of steps until the target is reached (None if never), and the metrics of each step."""
         config, metrics = self.config(case, seed), list[Metrics]()
 
         def learned() -> bool:
-            # Dynamic sampling leaves solved prompts out of the step's own score.
+            # Dynamic sampling excludes solved prompts from the step's score.
             last = [each.get("sampling/generated_score", each["score/mean"]) for each in metrics[-WINDOW:]]
             return len(last) == WINDOW and statistics.mean(last) >= TARGET
 
@@ -170,7 +169,7 @@ class Learner:
         return len(metrics) if learned() else None, metrics
 
     def _serve(self, config: RunConfig, task: str, model: Path) -> LearningRoles:
-        """The workers under this config; another task's model has another shape and needs others."""
+        """The workers with this config; a task with another model shape gets new workers."""
         if self.roles and self.task != task:
             self.roles.close()
             self.roles = None
@@ -188,7 +187,7 @@ class Learner:
 
 @contextmanager
 def learner(home: Path) -> Iterator[Learner]:
-    """A learner in a Ray session of its own."""
+    """A learner in its own Ray session."""
     with ray_session(home, 1, verbose=False):
         made = Learner(home)
         try:

@@ -1,4 +1,4 @@
-"""Measures the steps that each algorithm needs until a tiny model has learned, and prints a table.
+"""Measures how many steps each algorithm needs until a tiny model has learned, and prints a table.
 
 python -m benchmarks.learning [SEEDS=5] [NAME …]; tests/learning runs one seed of each.
 """

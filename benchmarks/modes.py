@@ -1,8 +1,8 @@
-"""Time of a training step in each mode of rollouts, with the engine on a place of its own, in one run.
+"""Measures the time of a training step in each rollout mode, with the engine in its own pool.
 
-python -m benchmarks.modes [STEPS=10]: an actor on one device and a rollout engine on another. On CUDA a 0.49B model in
-bfloat16, 256 responses of 256 tokens a step; on a CPU the offline model, 64 of 32. Responses of the random model never
-end early, so that all modes do the same work. Times are medians in seconds; the first two steps do not count.
+python -m benchmarks.modes [STEPS=10]: the actor on one device, the rollout engine on another. On CUDA a 0.49B model in
+bfloat16, 256 responses of 256 tokens per step; on a CPU the offline model, 64 of 32. Responses of the random model
+never end early, so all modes do the same work. Times are medians in seconds; the first two steps are excluded.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from typing import Any
 
 from flows.home import prepare_environment
 
-HOME = Path(tempfile.mkdtemp(prefix="rf"))  # short: sockets of Ray lie below it
+HOME = Path(tempfile.mkdtemp(prefix="rf"))  # short, because Ray's sockets are below it
 prepare_environment(HOME)
 
 import torch  # noqa: E402
@@ -44,7 +44,7 @@ SHOWN = ("time/step", "time/rollout", "time/log_prob", "time/update", "time/push
 
 
 def config_of(mode: str, steps: int, on_gpu: bool) -> RunConfig:
-    """What a mode is measured with."""
+    """The config used to measure a mode."""
     tokens, prompts, settings = (256, 32, ["model.dtype=bfloat16"]) if on_gpu else (32, 8, [])
     return compose(
         "grpo",
@@ -67,7 +67,7 @@ def config_of(mode: str, steps: int, on_gpu: bool) -> RunConfig:
 
 
 class Progress(NullObserver):
-    """Prints a line a step beside the table, as a mode takes minutes."""
+    """Prints a line per step to stderr, since a mode takes minutes."""
 
     def on_step(self, record: dict[str, Any]) -> None:
         """Prints the time of the step."""
@@ -75,7 +75,7 @@ class Progress(NullObserver):
 
 
 def measure(mode: str, steps: int, roles: Roles) -> dict[str, float]:
-    """Median of each time of a run with workers that are there already."""
+    """Median of each time over a run with the given workers."""
     config = config_of(mode, steps, torch.cuda.is_available())
     store, tokenizer = Store(str(HOME / mode)), load_tokenizer(HOME / "model")
     data_hash = prepare_data(config, store, tokenizer)["data_hash"]
@@ -88,7 +88,7 @@ def measure(mode: str, steps: int, roles: Roles) -> dict[str, float]:
 
 
 def main(steps: int) -> None:
-    """Prints a table."""
+    """Measures and prints the table."""
     on_gpu = torch.cuda.is_available()
     make_model(HOME / "model", torch.device("cuda" if on_gpu else "cpu"), PROMPT + (256 if on_gpu else 32))
     build_tokenizer().save_pretrained(HOME / "model")

@@ -1,10 +1,9 @@
-"""How fast 4,096 trajectories that end at once are scored, and how busy two cores are meanwhile.
+"""Measures how fast 4,096 trajectories that end at once are scored, and how busy two cores are.
 
-python -m benchmarks.rewards [RESPONSES=4096]: scorer `math` on solutions like those of GSM8K, whose values need its
-verifier, and a scorer that computes for 2 ms, each with one scoring process and with two. `busy` is CPU time of the
-scoring processes over wall time times two cores; `at work` is the share of their time that they have a response at
-hand, which is more on a machine with other work. `scoring` is time within scorers, `queueing` the mean time that a
-response waits.
+python -m benchmarks.rewards [RESPONSES=4096]: scorer `math` on GSM8K-like solutions that need its verifier, and a
+scorer that computes for 2 ms, each with one and with two scoring processes. `busy` is the CPU time of the scoring
+processes divided by wall time × two cores; `at work` is the share of their time spent on a response, which is higher on
+a loaded machine. `scoring` is the time within scorers, `queueing` the mean waiting time of a response.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ SCORERS = ("math", "benchmarks.rewards:computes")
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds and shares of one call with all responses; `queueing` and `longest` are of single responses."""
+    """Seconds and shares of one call with all responses; `queueing` and `longest` refer to single responses."""
 
     wall: float
     busy: float
@@ -45,13 +44,13 @@ def computes(response: str, row: dict[str, Any]) -> float:
 
 
 def answer(number: int) -> str:
-    """A solution as models write them, of some 300 characters."""
+    """A typical model solution of about 300 characters."""
     steps = "".join(f"First we add {number} and {i}, which makes {number + i}. " for i in range(5))
     return f"{steps}So the answer is $\\boxed{{\\frac{{{number}}}{{2}}}}$."
 
 
 async def measure(scorer: str, processes: int, responses: int) -> Measured:
-    """Scores of so many responses that are asked for at once; processes are up before."""
+    """Requests all scores at once, after a warm-up that starts the processes."""
     rows = [{"data_source": "gsm8k", "reward_model": {"ground_truth": str(i / 2)}} for i in range(responses)]
     async with RewardRunner(RewardConfig(function=scorer, processes=processes)) as runner:
         await asyncio.gather(*(runner.score(answer(i), rows[i]) for i in range(min(WARM_UP, responses))))
@@ -72,12 +71,12 @@ async def measure(scorer: str, processes: int, responses: int) -> Measured:
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
-    """What these processes have computed so far."""
+    """Total CPU seconds of these processes so far."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def main(responses: int) -> None:
-    """Prints a table."""
+    """Measures and prints the table."""
     names = ("wall s", "busy", "at work", "scoring s", "queueing s", "longest s", "right")
     print(f"{'scorer':28}{'processes':>10}" + "".join(f"{name:>12}" for name in names), flush=True)
     for scorer in SCORERS:

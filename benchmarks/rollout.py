@@ -1,7 +1,7 @@
-"""Speed of rollouts through the whole agent loop against the bare engine, and of weight pushes, in one run.
+"""Measures rollout speed of the agent loop against the bare engine, and the time of weight pushes.
 
 python -m benchmarks.rollout [REQUESTS=512] [TOKENS=512]: one process, one device. On CUDA a 0.49B model in bfloat16, on
-a CPU the offline model. Each figure is the median of rounds in which the two ways take turns on the same prompts and
+a CPU the offline model. Each figure is the median over rounds in which both variants alternate on the same prompts and
 seeds; every request samples exactly TOKENS tokens.
 """
 
@@ -35,7 +35,7 @@ PROMPT, ROUNDS, PUSHES = 32, 3, 10
 
 
 def join_alone() -> torch.device:
-    """A process group of this process, and its device."""
+    """Creates a process group of this process only; returns its device."""
     on_gpu = torch.cuda.is_available()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -45,7 +45,7 @@ def join_alone() -> torch.device:
 
 
 def make_model(folder: Path, device: torch.device, length: int) -> None:
-    """A random checkpoint of the size that the device is for."""
+    """Saves a random checkpoint with a size suitable for the device."""
     if device.type == "cpu":
         save_tiny_model(folder, TinyModelConfig(layers=2), length, seed=0)
         return
@@ -54,19 +54,19 @@ def make_model(folder: Path, device: torch.device, length: int) -> None:
         AutoModelForCausalLM.from_config(SHAPE, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def median_seconds(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median time of each way, which take turns; the first round does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+def median_seconds(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median time of each variant, run alternately; the first round is excluded."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
-        for name, way in ways.items():
+        for name, run in variants.items():
             start = time.perf_counter()
-            way()
+            run()
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def main(requests: int, tokens: int) -> None:
-    """Prints a table."""
+    """Measures and prints the results."""
     from rl_core.cluster.resources import WORKER_ENV
 
     device = join_alone()
@@ -93,10 +93,10 @@ def main(requests: int, tokens: int) -> None:
             sampling = Sampling(1.0, tokens, (), log_probs=log_probs)
             rows = DataProto.from_dict({}, {"prompt_ids": prompts, "seed": seeds})
             params = [sampling_params(seed, sampling) for seed in seeds]
-            asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
+            requested: Any = [{"prompt_token_ids": ids} for ids in prompts]
             seconds = median_seconds(
                 {
-                    "bare": lambda: engine._llm.generate(asked, params, use_tqdm=False),  # noqa: B023
+                    "bare": lambda: engine._llm.generate(requested, params, use_tqdm=False),  # noqa: B023
                     "loop": lambda: asyncio.run(roll_out(engine, rows, sampling, AgentConfig())),  # noqa: B023
                 },
                 ROUNDS,
@@ -111,7 +111,7 @@ def main(requests: int, tokens: int) -> None:
 
 
 def show_pushes(sharding: ShardingManager, engine: object) -> None:
-    """Prints the time of the parts of a weight push, colocated."""
+    """Prints the time of each part of a colocated weight push."""
     times: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], object]) -> None:

@@ -1,10 +1,10 @@
-"""Runs many steps of the tiny model by the real command and fails when anything but the run's own records grows.
+"""Soak test: runs many steps of the tiny model with the real command; fails if anything but the run's records grows.
 
 python -m benchmarks.soak [--steps 2000] [--out FOLDER] [a.b=value …]
 
-Every 1/40 of the steps it measures each process of the run. Windows are compared: the steps from 20 % to 40 %, when
-everything is warm, and the last 30 %. It prints a table, writes `soak.json` and `soak.png` into FOLDER, and exits
-with 1 when something grows beyond what `judge` allows.
+Measures each process of the run every 1/40 of the steps, and compares two windows: the steps from 20 % to 40 %, after
+warm-up, and the last 30 %. Prints a table, writes `soak.json` and `soak.png` into FOLDER, and exits with code 1 if
+something grows beyond the limits of `judge`.
 """
 
 import argparse
@@ -38,20 +38,22 @@ SAMPLES = 40
 EARLY, LATE = (0.2, 0.4), (0.7, 1.0)
 """Windows, as shares of the steps."""
 MEMORY, SLACK_BYTES = 0.02, 1 << 20
-"""Growth of a process's memory that is allowed: a share of it, or what an allocator's pages come to."""
+"""Allowed growth of a process's memory: a share of it, or the noise of an allocator's pages in bytes."""
 STEP_TIME, STEP_CPU = 0.15, 0.05
-"""Growth of the median step time and of the CPU seconds a step that is allowed: what noise comes to."""
+"""Allowed growth of the median step time and of the CPU seconds per step, as shares: the noise level."""
 POOL_THREADS = 2
-"""Threads that a process may have more: Ray's GCS fills its pool late, seen at step 972 of 2,000."""
+"""Allowed growth in threads per process: Ray's GCS fills its pool late, as seen at step 972 of 2,000."""
 COUNTED = ("memory", "threads", "files", "sockets")
 ONE_A_STEP = ("ledger", "rollouts")
-"""Folders of a run that get a file a step."""
+"""Folders of a run that receive one file per step."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process holds, and the CPU seconds that it took; memory is in bytes and without what files back, which
-    counts otherwise whenever another process of the machine has the same file."""
+    """Resources held by one process, and its CPU seconds so far.
+
+    `memory` is in bytes and excludes file-backed pages, whose accounting depends on other processes.
+    """
 
     name: str
     cpu: float
@@ -63,7 +65,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment of the run: its processes by id, segments of shared memory and their bytes, and files that are kept."""
+    """One measurement of the run: processes by id, shared-memory segments and their bytes, and number of kept files."""
 
     step: int
     processes: dict[int, Usage]
@@ -74,7 +76,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Soak:
-    """All that was measured; `seconds` are those of each step, the first one first."""
+    """All measurements; `seconds` has the duration of each step, in order."""
 
     steps: int
     samples: list[Sample]
@@ -83,7 +85,7 @@ class Soak:
 
 @dataclass(frozen=True)
 class Row:
-    """A quantity in the two windows and whether it grew by more than is allowed."""
+    """A quantity in both windows, and whether it grew beyond its limit."""
 
     name: str
     early: float
@@ -93,17 +95,20 @@ class Row:
 
     @property
     def growth(self) -> float:
-        """As a share of the early value."""
+        """Growth as a share of the early value."""
         return (self.late - self.early) / self.early if self.early else float(self.late > 0)
 
 
 def judge(soak: Soak) -> list[Row]:
-    """The quantities in both windows: memory may grow by 2 % (or 1 MiB), a process by 2 threads, a step by 15 % of its
-    time and 5 % of its CPU seconds, nothing else at all."""
+    """Compares all quantities of both windows.
+
+    Limits of growth: 2 % (or 1 MiB) of memory, 2 threads per process, 15 % of step time, 5 % of CPU seconds per step,
+    and none for everything else.
+    """
     early, late = (window(soak.samples, soak.steps, part) for part in (EARLY, LATE))
     rows = []
     for pid, usage in late[-1].processes.items():
-        # What opens or closes a file just then is not measured that time, but a process is not left out for that.
+        # A process can be missing in single samples, since opening or closing files disturbs a measurement.
         parts = [[s.processes[pid] for s in part if pid in s.processes] for part in (early, late)]
         if any(2 * len(found) < len(part) for found, part in zip(parts, (early, late), strict=True)):
             continue
@@ -125,7 +130,7 @@ def judge(soak: Soak) -> list[Row]:
 
 
 def cpu_of_a_step(samples: Sequence[Sample]) -> float:
-    """CPU seconds a step of all processes that live through the window."""
+    """CPU seconds per step of all processes alive throughout the window."""
     first, last = samples[0], samples[-1]
     both = first.processes.keys() & last.processes.keys()
     return sum(last.processes[pid].cpu - first.processes[pid].cpu for pid in both) / (last.step - first.step)
@@ -137,12 +142,12 @@ def flat(name: str, early: float, late: float, slack: float = 0) -> Row:
 
 
 def window(samples: Sequence[Sample], steps: int, part: tuple[float, float]) -> list[Sample]:
-    """The samples of a share of the steps."""
+    """Samples within a share of the steps."""
     return [sample for sample in samples if part[0] * steps < sample.step <= part[1] * steps]
 
 
 def measure(root: psutil.Process, home: Path, step: int) -> Sample:
-    """The run's processes and files as they are now."""
+    """Measures the run's processes and files."""
     processes: dict[int, Usage] = {}
     segments: dict[str, int] = {}
     for process in [root, *root.children(recursive=True)]:
@@ -161,13 +166,13 @@ def measure(root: psutil.Process, home: Path, step: int) -> Sample:
             for path in re.findall(r"(/dev/shm/\S+)(?: \(deleted\))?$", maps, re.MULTILINE):
                 segments[path] = os.stat(path).st_blocks * 512 if os.path.exists(path) else 0
         except (psutil.Error, OSError):
-            continue  # it has ended meanwhile
+            continue  # the process has ended
     kept = (file for file in home.rglob("*") if file.is_file() and file.parent.name not in ONE_A_STEP)
     return Sample(step, processes, len(segments), sum(segments.values()), sum(1 for _ in kept))
 
 
 def anonymous_bytes(pid: int) -> int:
-    """A process's memory that no file backs: its heap and stacks."""
+    """Memory of a process that is not file-backed: heap and stacks."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(1024 * int(size) for size in re.findall(r"^(?:Anonymous|Swap): +(\d+) kB$", text, re.MULTILINE))
 
@@ -177,7 +182,7 @@ def name_of(words: Sequence[str]) -> str:
     line = " ".join(words)
     for pattern, name in (
         (r"ray::(IDLE|DashboardAgent|RuntimeEnvAgent)", r"ray \1"),
-        (r"ray::", "worker"),  # its title is what it does now
+        (r"ray::", "worker"),  # its title changes with the current call
         (r"/(raylet|gcs_server) ", r"ray \1"),
         (r"/ray/\S*/(\w+\.py)\b", r"ray \1"),
         (r"uvicorn.*prefect", "prefect server"),
@@ -191,7 +196,7 @@ def name_of(words: Sequence[str]) -> str:
 
 
 def watched(process: subprocess.Popen[bytes], home: Path, steps: int) -> Iterator[Sample]:
-    """A sample whenever another 1/40 of the steps is done, until the run ends."""
+    """Yields a sample after every 1/40 of the steps, until the run ends."""
     root, status, next_step = psutil.Process(process.pid), home / "runs/soak/status.json", 0.0
     while process.poll() is None:
         time.sleep(0.2)
@@ -202,7 +207,7 @@ def watched(process: subprocess.Popen[bytes], home: Path, steps: int) -> Iterato
 
 
 def run(steps: int, home: Path, settings: Sequence[str]) -> Soak:
-    """Runs the command to its end; RuntimeError with what it printed when it fails."""
+    """Runs the command to completion; raises RuntimeError with its output if it fails."""
     log = home / "soak.log"
     words = ["run", "demo", "--run", "soak", f"trainer.steps={steps}", *SETTINGS, *settings]
     with log.open("wb") as output:
@@ -224,7 +229,7 @@ def run(steps: int, home: Path, settings: Sequence[str]) -> Soak:
 
 
 def plot(soak: Soak, file: Path) -> None:
-    """Memory of every process that lives to the end, and the step time, over the steps."""
+    """Plots the memory of every process alive at the end, and the step time, over the steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -244,8 +249,8 @@ def plot(soak: Soak, file: Path) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table; what grew is marked, and what is as it was in number is left out."""
-    lines = ["| what | early | late | growth | |", "|---|---|---|---|---|"]
+    """The rows as a Markdown table; growth beyond the limit is marked, unchanged counts are omitted."""
+    lines = ["| quantity | early | late | growth | |", "|---|---|---|---|---|"]
     for row in rows:
         if not row.unit and row.early == row.late:
             continue
@@ -255,7 +260,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    """Runs, judges and prints."""
+    """Runs the soak test, prints the table and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=Path("soak"))
@@ -270,7 +275,7 @@ def main() -> int:
     print(table(rows))
     grown = [row.name for row in rows if row.grew]
     same = sum(not row.unit and row.early == row.late for row in rows)
-    print(f"\n{same} numbers of processes, threads, files, sockets and segments are as they were.")
+    print(f"\n{same} counts of processes, threads, files, sockets and segments are unchanged.")
     print(f"{options.steps:,} steps: " + (f"grew: {', '.join(grown)}" if grown else "nothing grew"))
     return 1 if grown else 0
 

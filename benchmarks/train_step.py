@@ -1,11 +1,12 @@
-"""Speed and memory of training steps of a 0.49B model, against the plain way of training it, in one run.
+"""Measures speed and memory of training steps of a 0.49B model against a plain FSDP2 baseline.
 
-python -m benchmarks.train_step [GPUS=all] [NAME …]: one process a GPU, one row a case. The baseline is FSDP2 around the
-model as transformers computes it: padded rows, SDPA attention, logits of all tokens at once, activation checkpointing.
+python -m benchmarks.train_step [GPUS=all] [NAME …]: one process per GPU, one row per case. The baseline is FSDP2 around
+the model as implemented in transformers: padded rows, SDPA attention, logits of all tokens at once, activation
+checkpointing.
 
-MFU is model FLOPs over the card's dense bfloat16 peak: 6 a parameter and token, and with attention in addition
-12 · layers · width · context a token (the whole square, as is usual, though half of it is masked). What is computed
-twice does not count twice.
+MFU is model FLOPs divided by the card's dense bfloat16 peak: 6 per parameter and token, and with attention an
+additional 12 · layers · width · context per token (the full square, as is customary, although half of it is masked).
+Recomputation is not counted.
 """
 
 import os
@@ -43,14 +44,14 @@ SHAPE = Qwen3Config(
     max_position_embeddings=LENGTH,
     tie_word_embeddings=True,
 )
-# Dense bfloat16 peak in FLOP/s by the vendor's data sheet.
 PEAKS = {"H100": 989e12, "H200": 989e12}
+"""Dense bfloat16 peak in FLOP/s, from the vendor's data sheet."""
 WARM_UP, ROUNDS, STEPS = 3, 3, 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train: tokens a GPU and step, and how the engine is set; without settings the plain way."""
+    """A measured case: tokens per GPU and step, and the engine's config; None selects the baseline."""
 
     tokens: int
     engine: FSDPConfig | None = None
@@ -66,7 +67,7 @@ CASES = {
 
 
 def rows_of(count: int, device: torch.device) -> DataProto:
-    """Random rows of `LENGTH` tokens, all but the first one sampled, ready for the policy loss."""
+    """Random rows of `LENGTH` tokens for the policy loss; all tokens but the first count as sampled."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     width = LENGTH - PROMPT
     ids = torch.randint(0, SHAPE.vocab_size, (count, LENGTH), generator=generator)
@@ -84,7 +85,7 @@ def rows_of(count: int, device: torch.device) -> DataProto:
 
 
 class Engine:
-    """The training engine of this project on the policy loss."""
+    """Rollforward's training engine with the policy loss."""
 
     def __init__(self, case: Case, folder: Path, device: torch.device) -> None:
         assert case.engine is not None
@@ -101,7 +102,7 @@ class Engine:
 
 
 class Baseline:
-    """FSDP2 around the model of transformers, with the same loss's log-probs from whole logits in float32."""
+    """FSDP2 around the transformers model, with log-probs from full float32 logits."""
 
     def __init__(self, case: Case, folder: Path, device: torch.device) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
@@ -128,20 +129,20 @@ class Baseline:
 
 
 def measure(case: Case, folder: Path, device: torch.device) -> tuple[float, float]:
-    """Tokens a second and GPU (of the middle one of several rounds), and the peak of allocated memory in GiB."""
-    torch.compiler.reset()  # or the shapes of the case before make this one's kernels dynamic
+    """Tokens per second and GPU (median of several rounds), and the peak of allocated memory in GiB."""
+    torch.compiler.reset()  # otherwise shapes of the previous case cause dynamic kernels
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    made = Engine(case, folder, device) if case.engine else Baseline(case, folder, device)
+    variant = Engine(case, folder, device) if case.engine else Baseline(case, folder, device)
     for _ in range(WARM_UP):
-        made.step()
+        variant.step()
     seconds = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
         for _ in range(STEPS):
-            made.step()
+            variant.step()
         torch.cuda.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
@@ -149,7 +150,7 @@ def measure(case: Case, folder: Path, device: torch.device) -> tuple[float, floa
 
 
 def row(name: str, case: Case, speed: float, peak: float, parameters: int) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     card = torch.cuda.get_device_name()
     flops = next((each for kind, each in PEAKS.items() if kind in card), float("nan"))
     width = SHAPE.num_attention_heads * SHAPE.head_dim
@@ -159,7 +160,7 @@ def row(name: str, case: Case, speed: float, peak: float, parameters: int) -> st
 
 
 def rank_main(folder: Path, names: list[str]) -> None:
-    """One GPU's process."""
+    """Runs all cases in the process of one GPU."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -168,7 +169,7 @@ def rank_main(folder: Path, names: list[str]) -> None:
         AutoModelForCausalLM.from_config(SHAPE, dtype=torch.bfloat16).save_pretrained(folder)
         print(f"{dist.get_world_size()} × {torch.cuda.get_device_name()}, torch {torch.__version__}")
         print(
-            "| case | tokens a step and GPU | tokens/s a GPU | MFU 6N, with attention | peak |\n|---|---|---|---|---|"
+            "| case | tokens/step per GPU | tokens/s per GPU | MFU 6N, with attention | peak |\n|---|---|---|---|---|"
         )
     dist.barrier()
     parameters = sum(parameter.numel() for parameter in empty_causal_lm(folder).parameters())
@@ -180,7 +181,7 @@ def rank_main(folder: Path, names: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Starts a process a GPU."""
+    """Starts one process per GPU."""
     if "LOCAL_RANK" in os.environ:
         rank_main(Path(arguments[0]), arguments[1:])
         return 0

@@ -66,7 +66,8 @@ def run_in_store(url: str, steps: int) -> Store:
     for step, score in ((0, 0.25), (steps, 0.75)):
         store.write_json(f"evaluation/step_{step:06d}.json", {"greedy": score, "sampled": score, "rows": 32})
     words = (
-        "greedy score 0.750 against 0.250 on 32 rows, +0.500; the 90% interval +0.350 to +0.650 must lie above +0.000"
+        "greedy score 0.750, champion 0.250 on 32 rows; difference +0.500, "
+        "90% interval +0.350 to +0.650 (minimum +0.000)"
     )
     check = {"name": "better", "passed": True, "words": words}
     store.write_json("evaluation/decision.json", {"promote": True, "mode": "enforce", "checks": [check]})

@@ -1,4 +1,4 @@
-"""What the workers of all roles have in common."""
+"""Base class and helpers of the workers of all roles."""
 
 import os
 from datetime import timedelta
@@ -16,29 +16,29 @@ from rl_core.rollout.agent.responders import ToolResponders
 from rl_core.rollout.engine.protocol import Sampling
 from rl_core.rollout.scoring import TrajectoryScorer
 
-# Seconds by which the driver notices first that a collective hangs.
 LEAD_S = 60.0
+"""Seconds by which the timeout of collectives exceeds the driver's, so that the driver detects a hang first."""
 
 
 class Worker:
-    """A rank: its place in the process group of its worker group, and its device."""
+    """A rank: a member of its worker group's process group, with a device."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Takes the config; nothing heavy happens before `join`."""
+        """Stores the config; everything expensive happens in or after `join`."""
         self.config = config
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
 
     def rendezvous(self) -> tuple[str, int]:
-        """Rank 0 opens the meeting point of all ranks on a free port and says where it is."""
+        """Opens the rendezvous store of all ranks on a free port of rank 0; returns its host and port."""
         host = ray.util.get_node_ip_address()
-        self._meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self._meeting.port
+        self._rendezvous_store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._rendezvous_store.port
 
     def join(self, host: str, port: int) -> None:
-        """Joins the process group; returns when all ranks have."""
+        """Joins the process group; returns once all ranks have joined."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # vLLM reads these when it finds the group that is already there.
+        # vLLM reads these when it joins an existing process group.
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         on_gpu = torch.cuda.is_available() and self.config.trainer.device != "cpu"
         self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -46,8 +46,8 @@ class Worker:
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(self.config.trainer.threads_per_rank)
-        store = self._meeting if rank == 0 else dist.TCPStore(host, port, is_master=False)
-        # What lies in the machine's memory is exchanged over gloo also where the device has NCCL.
+        store = self._rendezvous_store if rank == 0 else dist.TCPStore(host, port, is_master=False)
+        # CPU tensors are exchanged over gloo even if the device uses NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=collective_timeout(self.config)
@@ -55,13 +55,12 @@ class Worker:
 
 
 def collective_timeout(config: RunConfig) -> timedelta:
-    """Time that ranks wait for each other in a collective: longer than the driver waits for the call, which can say
-    which rank hangs."""
+    """Timeout of collectives: longer than the driver's timeout of a call, as the driver can name the hanging rank."""
     return timedelta(seconds=config.trainer.call_timeout_s + LEAD_S)
 
 
 async def start_responders(config: RunConfig, source: Path) -> ToolResponders | None:
-    """Who answers the policy's turns, or None in runs of one turn."""
+    """Starts the responders to the policy's turns; None in single-turn runs."""
     if not config.multi_turn:
         return None
     responders = ToolResponders(config, source)
@@ -70,21 +69,24 @@ async def start_responders(config: RunConfig, source: Path) -> ToolResponders | 
 
 
 async def start_scoring(config: RunConfig, source: Path) -> TrajectoryScorer:
-    """What scores trajectories, in processes that end with this one."""
+    """Starts the scorer of trajectories; its processes end with this one."""
     runner = RewardRunner(config.reward)
     await runner.start()
     return TrajectoryScorer(runner, load_tokenizer(source))
 
 
 def sampling_of(config: RunConfig, temperature: float, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """How a run's rollouts are drawn; log-probs of a part of the vocabulary would compare with nothing."""
+    """Sampling parameters of a run's rollouts.
+
+    With top-p or top-k the engine's log-probs cover a truncated vocabulary and are not comparable: none are requested.
+    """
     rollout = config.rollout
-    whole = rollout.top_p == 1 and not rollout.top_k
+    full_vocabulary = rollout.top_p == 1 and not rollout.top_k
     return Sampling(
         temperature,
         config.data.max_response_length,
         stop_token_ids,
         rollout.top_p,
         rollout.top_k,
-        rollout.log_probs and whole,
+        rollout.log_probs and full_vocabulary,
     )

@@ -1,4 +1,4 @@
-"""A method that the ranks of a group are running: waiting for it, and saying why it failed."""
+"""Calls of a method on the ranks of a group: waiting for the result, and finding the cause of a failure."""
 
 import logging
 import re
@@ -18,20 +18,20 @@ from rl_core.runtime.watchdog import progress
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at the clock while waiting; a signal is answered within this time.
 POLL = 0.25
-# Seconds that a broken collective has to be explained by the error of another rank, or by its death.
+"""Polling interval in seconds; also the maximum delay before a signal is handled."""
 GRACE = 5.0
-# A call that takes so many times as long as it mostly does, and at least so many seconds, is told of while it is
-# waited for; the first of its kind when half of its deadline is over.
+"""Seconds to wait, after a collective broke, for the error or the death of the rank that caused it."""
 UNUSUAL, UNUSUAL_S = 10.0, 60.0
-# What the collectives of a rank say when another rank has gone.
+"""Warn once while waiting if a call exceeds UNUSUAL × its median duration (at least UNUSUAL_S seconds); for the first
+call of a method, after half of its deadline."""
+# Error messages of collectives after another rank has died.
 BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|ProcessGroup|TCPStore|connection (was )?(closed|reset)|broken pipe", re.I)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Call:
-    """The handle of a call; `get` waits for its result, and may be called once other calls are under way."""
+    """Handle of a call; `get` waits for its result. Several calls may be in flight."""
 
     def __init__(
         self,
@@ -41,24 +41,24 @@ class Call:
         deadline: float,
         collect: Callable[[list[Any]], Any],
         ranks: Sequence[RankProcess],
-        earlier: MutableSequence[float],
+        durations: MutableSequence[float],
     ) -> None:
-        """`refs` has one entry a rank that runs the method; `deadline` seconds from now the call has failed.
+        """`refs` has one entry per rank that runs the method; the call fails after `deadline` seconds.
 
-        `ranks` are the processes of the group, as far as they are known; `earlier` has the seconds that calls of this
-        method took, and gets this one's.
+        `ranks` are the known processes of the group. `durations` has the seconds of previous calls of this
+        method; this call's duration is appended.
         """
         self.name, self.method, self.refs, self.deadline, self.collect = name, method, refs, deadline, collect
-        self.ranks, self.earlier = ranks, earlier
+        self.ranks, self.durations = ranks, durations
         self.start, self.since = time.monotonic(), time.time()
         self._warned = False
 
     @signals_pass()
     def get(self) -> Any:
-        """The result, joined from the ranks.
+        """Waits for the ranks and returns their combined result.
 
-        Raises a rank's own error as what it is, so that its kind decides about a retry, WorkerError for what a rank
-        raised unforeseen, WorkerLost when a rank was lost, and Stalled when one did not answer within the deadline.
+        Raises a rank's RollforwardError unchanged, since its kind decides about a retry; WorkerError for an unexpected
+        exception of a rank, WorkerLost if a rank died, and Stalled if one did not answer within the deadline.
         """
         results: dict[ray.ObjectRef[Any], Any] = {}
         failures: dict[ray.ObjectRef[Any], RayError] = {}
@@ -74,7 +74,7 @@ class Call:
             if not failures and pending and self.late:
                 raise stalled(self.name, self.method, self._ranks_of(pending), self.ranks, self.deadline, self.since)
             self._warn_if_slow(pending)
-        self.earlier.append(self._seconds)
+        self.durations.append(self._seconds)
         progress()
         return self.collect([results[ref] for ref in self.refs])
 
@@ -84,7 +84,7 @@ class Call:
         return self._seconds > self.deadline
 
     def settled(self) -> bool:
-        """Whether `get` has nothing to wait for: all ranks are done, one has failed, or the deadline has passed."""
+        """Whether `get` would return or raise at once: all ranks are done, one failed, or the deadline has passed."""
         done, pending = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
         self._warn_if_slow(pending)
         return not pending or self.late or bool(self._fetch(done, {}))
@@ -97,8 +97,8 @@ class Call:
         return [rank for rank, ref in enumerate(self.refs) if ref in refs]
 
     def _warn_if_slow(self, pending: list[ray.ObjectRef[Any]]) -> None:
-        """Says once that the call takes unusually long."""
-        usual = max(UNUSUAL * median(self.earlier), UNUSUAL_S) if self.earlier else self.deadline / 2
+        """Logs a warning, once, if the call takes unusually long."""
+        usual = max(UNUSUAL * median(self.durations), UNUSUAL_S) if self.durations else self.deadline / 2
         if pending and not self._warned and self._seconds > usual:
             self._warned = True
             logger.warning(
@@ -109,25 +109,24 @@ class Call:
     def _fetch(
         self, done: list[ray.ObjectRef[Any]], results: dict[ray.ObjectRef[Any], Any]
     ) -> dict[ray.ObjectRef[Any], RayError]:
-        """Adds the results of calls that have ended; returns the errors of the others."""
-        # A result that is there may lie on another machine.
-        patience = min(max(self.deadline - self._seconds, POLL), threading.TIMEOUT_MAX)
+        """Adds the results of successful calls to `results`; returns the errors of the failed ones."""
+        # The result may have to be transferred from another machine.
+        timeout_s = min(max(self.deadline - self._seconds, POLL), threading.TIMEOUT_MAX)
         try:
-            results |= zip(done, ray.get(done, timeout=patience), strict=True)
+            results |= zip(done, ray.get(done, timeout=timeout_s), strict=True)
             return {}
         except RayError:
             pass
         failures = {}
         for ref in done:
             try:
-                results[ref] = ray.get(ref, timeout=patience)
+                results[ref] = ray.get(ref, timeout=timeout_s)
             except RayError as error:
                 failures[ref] = error
         return failures
 
     def _raise(self, failures: dict[ray.ObjectRef[Any], RayError]) -> None:
-        """The error that the others follow from: a rank's own, or else the loss of a rank, or else what collectives
-        say."""
+        """Raises the root cause: an error of a rank itself, otherwise a lost rank, otherwise a broken collective."""
         ref, error = min(failures.items(), key=lambda item: (_is_consequence(item[1]), _is_loss(item[1])))
         rank = self.refs.index(ref)
         where = f"{self.name}.{self.method} on rank {rank}"
@@ -144,7 +143,7 @@ class Call:
 
 @signals_pass()
 def first_settled(calls: Sequence[Call]) -> Call:
-    """Waits for the first of the calls that is settled; earlier ones in the list come first."""
+    """Waits until one of the calls is settled and returns it; the first in the list if several are."""
     refs = list(dict.fromkeys(ref for call in calls for ref in call.refs))
     while True:
         for call in calls:
@@ -155,7 +154,7 @@ def first_settled(calls: Sequence[Call]) -> Call:
 
 
 def finish_together(calls: Sequence[Call]) -> None:
-    """Waits for calls that need each other; raises what goes wrong first, though others may then hang."""
+    """Waits for calls that depend on each other; raises the first error, even if other calls then hang."""
     waiting = list(calls)
     while waiting:
         call = first_settled(waiting)
@@ -168,7 +167,7 @@ def _is_loss(error: RayError) -> bool:
 
 
 def _is_consequence(error: RayError) -> bool:
-    """Whether a rank only says that another one is gone."""
+    """Whether a rank's error only results from the death of another rank."""
     if not isinstance(error, RayTaskError) or isinstance(error.cause, RollforwardError):
         return False
     return BROKEN_COLLECTIVE.search(f"{type(error.cause).__name__}: {error.cause}") is not None

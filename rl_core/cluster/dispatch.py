@@ -1,8 +1,8 @@
-"""How one call on the driver becomes calls on the ranks, and their results one result.
+"""Dispatch modes: how arguments of a call are distributed over the ranks, and how their results are combined.
 
-Ranks that share each sequence (sequence parallelism) follow each other: rank // sequence_parallel_size is the index of
-a rank's data-parallel group, and all ranks of a group get the same rows. So do the ranks of a rollout engine (tensor
-parallelism) when responses are sampled.
+Ranks that share sequences (sequence parallelism) are consecutive: rank // sequence_parallel_size is the index of the
+data-parallel group, and all ranks of a group receive the same rows. For rollouts the same holds for the ranks of an
+engine (tensor parallelism).
 """
 
 from collections.abc import Callable
@@ -16,42 +16,42 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
-    """How arguments go to the ranks and results come back."""
+    """How arguments are distributed and results are combined; each value describes its mode."""
 
-    ONE_TO_ALL = "the same arguments to every rank; a list of the results"
-    RANK_ZERO = "rank 0 only; its result"
+    ONE_TO_ALL = "same arguments to every rank; returns the list of results"
+    RANK_ZERO = "rank 0 only; returns its result"
     DP_COMPUTE_PROTO = (
-        "DataProto split over the data-parallel groups (padded when it does not divide); DataProto joined again from "
-        "the first rank of each group"
+        "DataProto split over the data-parallel groups (padded if not divisible); returns the DataProto concatenated "
+        "from the first rank of each group"
     )
     DP_COMPUTE_METRIC = (
-        "DataProto split over the data-parallel groups (must divide); rank 0's result, which all ranks share"
+        "DataProto split over the data-parallel groups (must be divisible); returns rank 0's result, equal on all ranks"
     )
     ROLLOUT_COMPUTE_PROTO = (
-        "DataProto split over the rollout engines (padded when it does not divide); DataProto joined again from the "
-        "first rank of each engine"
+        "DataProto split over the rollout engines (padded if not divisible); returns the DataProto concatenated from "
+        "the first rank of each engine"
     )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a group: `world_size` of them, each `sequence_parallel_size` in a row sharing their sequences, and
-    each `tensor_parallel_size` in a row a rollout engine."""
+    """The ranks of a group: `sequence_parallel_size` consecutive ranks share sequences, and `tensor_parallel_size`
+    consecutive ranks form a rollout engine."""
 
     world_size: int
     sequence_parallel_size: int = 1
     tensor_parallel_size: int = 1
 
     def sharing(self, mode: Dispatch) -> int:
-        """How many ranks in a row get the same rows."""
+        """Number of consecutive ranks that receive the same rows."""
         return self.tensor_parallel_size if mode is Dispatch.ROLLOUT_COMPUTE_PROTO else self.sequence_parallel_size
 
     def called(self, mode: Dispatch) -> range:
-        """The ranks that run the method."""
+        """Ranks that run the method."""
         return range(1 if mode is Dispatch.RANK_ZERO else self.world_size)
 
     def answering(self, mode: Dispatch) -> range:
-        """The ranks whose results are collected."""
+        """Ranks whose results are collected."""
         if mode in (Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_METRIC):
             return range(1)
         split = mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ROLLOUT_COMPUTE_PROTO)
@@ -59,7 +59,7 @@ class Layout:
 
 
 def register(dispatch_mode: Dispatch) -> Callable[[Method], Method]:
-    """Marks a worker's method as callable on its group."""
+    """Marks a worker's method as callable on its group, with this dispatch mode."""
 
     def mark(method: Method) -> Method:
         method.dispatch_mode = dispatch_mode  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def register(dispatch_mode: Dispatch) -> Callable[[Method], Method]:
 
 
 def split(mode: Dispatch, layout: Layout, args: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], int]:
-    """The positional arguments of each rank that is called, and the rows of padding that were added."""
+    """Returns the positional arguments of each called rank, and the number of padding rows added."""
     world_size = layout.world_size
     if mode in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL):
         return [args] * len(layout.called(mode)), 0
@@ -87,7 +87,7 @@ def split(mode: Dispatch, layout: Layout, args: tuple[Any, ...]) -> tuple[list[t
 
 
 def collect(mode: Dispatch, results: list[Any], padding: int) -> Any:
-    """The driver's one result of the answering ranks' results."""
+    """Combines the results of the answering ranks into one."""
     if mode in (Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_METRIC):
         return results[0]
     if mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ROLLOUT_COMPUTE_PROTO):

@@ -1,4 +1,4 @@
-"""Ray's start and end, and what a run asks of it: pools of slots, devices, and the environment of the workers."""
+"""Ray sessions, and the resources a run requests: pools of slots, devices, and the workers' environment."""
 
 import contextlib
 import logging
@@ -15,19 +15,18 @@ import ray
 from rl_core.config.schema import RunConfig, TrainerConfig
 from rl_core.errors import InputError, TransientError
 
-# Unix sockets below Ray's folder must stay under 107 characters; Ray adds about 65.
 LONGEST_RAY_FOLDER = 40
+"""Maximum path length: Unix sockets are limited to 107 characters, and Ray appends about 65."""
 
 CONNECT_S = 5.0
 
-# What has to be in a worker's environment before it imports torch or vLLM. The engine shares the worker's process and
-# its cores.
+# Must be set before a worker imports torch or vLLM. The engine shares the worker's process and its cores.
 WORKER_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCHDYNAMO_DISABLE": "1",  # on CPUs compiling costs seconds and gains nothing
+    "TORCHDYNAMO_DISABLE": "1",  # on CPUs compilation costs seconds without any gain
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
@@ -43,8 +42,8 @@ def worker_env(config: TrainerConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """`ranks_per_node` worker slots on each of `nodes` machines, with a GPU each on CUDA; `setting` is the section
-    that asks for it."""
+    """`ranks_per_node` worker slots on each of `nodes` machines, with one GPU each on CUDA; `setting` is the config
+    section that requests it."""
 
     nodes: int
     ranks_per_node: int
@@ -57,24 +56,24 @@ class ResourcePool:
         return self.nodes * self.ranks_per_node
 
     def bundle(self) -> dict[str, float]:
-        """Resources that the slots of one machine take together."""
+        """Total resources of the slots of one machine."""
         bundle = {"CPU": float(self.ranks_per_node)}
         if self.use_gpu:
             bundle["GPU"] = float(self.ranks_per_node)
         return bundle
 
     def rank_env(self, slot: int, group: range) -> dict[str, str]:
-        """What a rank's environment says of its slot, which is one of the group's."""
+        """Environment variables of the rank in `slot`; `group` are the slots of its worker group."""
         return {
             "RANK": str(slot - group.start),
             "WORLD_SIZE": str(len(group)),
-            # With one GPU visible to each actor, every rank's own device is number 0.
+            # Each actor sees a single GPU, so its local rank is 0.
             "LOCAL_RANK": "0" if self.use_gpu else str(slot % self.ranks_per_node),
         }
 
 
 def resource_pools(config: RunConfig) -> list[ResourcePool]:
-    """The run's pool, and those of rollouts and of the reward model where they have one of their own."""
+    """The pool of the trainer, plus those of rollouts and reward model if they have separate resources."""
     on_gpu, trainer, model = resolve_device(config.trainer) == "cuda", config.trainer, config.reward.model
     pools = [ResourcePool(trainer.nodes, trainer.ranks_per_node, on_gpu)]
     if config.rollout.ranks_per_node:
@@ -85,10 +84,10 @@ def resource_pools(config: RunConfig) -> list[ResourcePool]:
 
 
 def shares(groups: int) -> list[float]:
-    """Parts of a slot for the worker groups that share it, in the order in which they are placed; each takes more than
-    half of what is left.
+    """Fractions of a slot for the worker groups that share it, in order of placement; each takes more than half of the
+    remainder.
 
-    Ray packs fractions: with equal parts, two ranks of one group would get the same GPU.
+    Ray packs fractions: with equal parts, two ranks of one group would share a GPU.
     """
     parts: list[float] = []
     for _ in range(groups - 1):
@@ -97,18 +96,18 @@ def shares(groups: int) -> list[float]:
 
 
 def resolve_device(config: TrainerConfig) -> str:
-    """`cuda` or `cpu`; InputError when CUDA is asked for and there is none."""
+    """Returns `cuda` or `cpu`; raises InputError if CUDA is requested but not available."""
     import torch
 
     found = torch.cuda.is_available()
     if config.device == "cuda" and not found:
-        raise InputError("a CUDA device", "torch sees none", "trainer.device=cuda", "set trainer.device=cpu or auto")
+        raise InputError("a CUDA device", "torch detects none", "trainer.device=cuda", "set trainer.device=cpu or auto")
     return "cuda" if found and config.device != "cpu" else "cpu"
 
 
 @contextlib.contextmanager
 def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
-    """Joins the cluster at RAY_ADDRESS or starts a local one below `home`; what was started here ends here.
+    """Joins the cluster at RAY_ADDRESS, or starts a local one below `home` and stops it on exit.
 
     The variables of `flows.home.prepare_environment` must be set before Ray is imported.
     """
@@ -129,7 +128,7 @@ def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
 
 
 def cluster_problem(address: str) -> str | None:
-    """Why nothing answers at a cluster's address HOST:PORT; None when something does, and for Ray's own words."""
+    """Error of connecting to a cluster's address HOST:PORT; None on success and for other forms of address."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return None
@@ -141,9 +140,9 @@ def cluster_problem(address: str) -> str | None:
 
 
 def _start(address: str, options: dict[str, Any]) -> None:
-    """Starts or joins. A SIGTERM meanwhile does what it did before: Ray's own handler hides how the process ended."""
-    if problem := cluster_problem(address):  # Ray would end this process after a minute, without an error
-        raise TransientError(f"no Ray answers at {address}: {problem}")
+    """Starts or joins Ray. Restores the SIGTERM handler, because Ray's own one hides how the process ended."""
+    if problem := cluster_problem(address):  # Ray would exit this process after a minute, without an error
+        raise TransientError(f"no Ray cluster responds at {address}: {problem}")
     on_terminate = signal.getsignal(signal.SIGTERM)
     terminated = False
     try:
@@ -151,7 +150,7 @@ def _start(address: str, options: dict[str, Any]) -> None:
     except SystemExit:
         terminated = True
     except (ConnectionError, RuntimeError) as error:
-        raise TransientError(f"Ray does not start: {error}") from error
+        raise TransientError(f"Ray failed to start: {error}") from error
     finally:
         signal.signal(signal.SIGTERM, on_terminate)
     if terminated:
@@ -160,8 +159,8 @@ def _start(address: str, options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def signals_pass() -> Iterator[None]:
-    """Raises what a handler of signals raises while Ray waits: Ray makes it the cause of a SystemError, unless it is a
-    KeyboardInterrupt."""
+    """Re-raises exceptions of signal handlers that Ray wraps in a SystemError while it waits; KeyboardInterrupt is not
+    wrapped."""
     try:
         yield
     except SystemError as error:

@@ -1,4 +1,4 @@
-"""The reward model's role on the ranks, and its part in the score of a response."""
+"""The reward model's worker, and its contribution to the scores of responses."""
 
 from dataclasses import replace
 from math import isfinite
@@ -15,7 +15,7 @@ from rl_core.rewards.worker import RewardResult, failure
 
 
 class RewardModelWorker(Worker):
-    """A whole copy of the reward model, which scores this rank's share of the responses."""
+    """A full copy of the reward model, which scores this rank's share of the responses."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -25,12 +25,12 @@ class RewardModelWorker(Worker):
         self.reward_model = RewardModel(
             config.reward.model.path, getattr(torch, config.model.dtype), config.actor.max_tokens_per_micro_batch
         )
-        self.alone = config.reward.model.ranks_per_node is not None
+        self.has_own_device = config.reward.model.ranks_per_node is not None
 
     @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_score` [B] float32 of the rows' `messages` (the prompt) and `response` (a text); NaN where the
-        conversation is longer than the model can read."""
+        """Returns `rm_score` [B] float32 for the columns `messages` (the prompt) and `response` (text); NaN if the
+        conversation exceeds the model's context length."""
         texts = data.non_tensor_batch
         model = self.reward_model
         conversations = [
@@ -39,33 +39,36 @@ class RewardModelWorker(Worker):
         ]
         model.model.to(self.device)
         scores_B = model.score(conversations)
-        if not self.alone and self.device.type == "cuda":
-            model.model.to("cpu")  # the device's memory belongs to actor and rollout
+        if not self.has_own_device and self.device.type == "cuda":
+            model.model.to("cpu")  # actor and rollout engine need the device's memory
             torch.cuda.empty_cache()
         return DataProto({"rm_score": scores_B})
 
 
 class RewardModelScores:
-    """The reward model's part in the scores of responses."""
+    """Adds the reward model's scores to the results of scorers."""
 
     def __init__(self, model: RayWorkerGroup, weight: float) -> None:
         self.model, self.weight = model, weight
 
     def added(self, results: list[RewardResult], rows: list[Row], responses: list[str]) -> list[RewardResult]:
-        """The scorers' results plus `weight` times the model's score, which is also the named reward `model`.
+        """Adds `weight` times the model's score to each result, and the score as the named reward `model`.
 
-        A response that one of them gives no score has none; the model does not read what the scorers gave none.
+        A response without a score from the scorers or from the model has none; the model skips those without one from
+        the scorers.
         """
-        read = [i for i, result in enumerate(results) if result.score is not None]
-        if not read:
+        scored = [i for i, result in enumerate(results) if result.score is not None]
+        if not scored:
             return results
-        texts = {"messages": [rows[i]["prompt"] for i in read], "response": [responses[i] for i in read]}
+        texts = {"messages": [rows[i]["prompt"] for i in scored], "response": [responses[i] for i in scored]}
         scores = self.model.compute_rm_score(DataProto.from_dict({}, texts)).batch["rm_score"].tolist()
-        added = {i: self._joined(results[i], score) for i, score in zip(read, scores, strict=True)}
+        added = {i: self._joined(results[i], score) for i, score in zip(scored, scores, strict=True)}
         return [added.get(i, result) for i, result in enumerate(results)]
 
     def _joined(self, result: RewardResult, score: float) -> RewardResult:
         assert result.score is not None
         if not isfinite(score):
-            return failure("non_finite", f"the reward model gave {score}; nan: longer than it can read")
+            return failure(
+                "non_finite", f"the reward model returned {score} (nan: the conversation exceeds its context length)"
+            )
         return replace(result, score=result.score + self.weight * score, named={**result.named, "model": score})

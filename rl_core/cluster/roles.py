@@ -1,5 +1,4 @@
-"""The worker groups of a run: actor with reference, rollout engines, and where they are needed, critic and reward
-model."""
+"""The worker groups of a run: actor with reference, rollout engines, and optionally critic and reward model."""
 
 from contextlib import suppress
 
@@ -16,12 +15,12 @@ from rl_core.errors import TransientError
 from rl_core.storage.store import Json, Store
 from rl_core.training.checkpoint import FILES
 
-# Where in a checkpoint's folder the trained roles keep their state.
 ROLE_FOLDERS = ("actor", "critic")
+"""Subfolders of a checkpoint with the state of the trained roles."""
 
 
 def start_groups(placement: Placement, classes: list[type], config: RunConfig) -> list[RayWorkerGroup]:
-    """Groups of these worker classes, colocated; they come up while the driver goes on, until `meet` is called."""
+    """Starts colocated groups of these worker classes in the background; `meet` waits for them."""
     return [
         RayWorkerGroup(
             placement,
@@ -37,70 +36,69 @@ def start_groups(placement: Placement, classes: list[type], config: RunConfig) -
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """How the ranks that train share sequences and, where they also roll out, engines."""
+    """Layout of the training ranks: which share sequences and, if rollouts are colocated, engines."""
     engines = config.rollout.tensor_parallel_size if config.colocated else 1
     return Layout(config.world_size, config.fsdp.sequence_parallel_size, engines)
 
 
 class Roles:
-    """All worker groups of one run; they share one pool, but for rollouts and a reward model that have their own."""
+    """All worker groups of a run; they share one pool unless rollouts or reward model have their own."""
 
     reward_model: RayWorkerGroup | None = None
     pool: RolloutPool | None = None
 
     def __init__(self, config: RunConfig, run: str) -> None:
-        """Ends what an earlier attempt of the run left in the cluster, reserves the places and starts the processes.
+        """Ends earlier attempts of the run in the cluster, reserves the slots and starts the processes.
 
-        Ray must be running. Nothing is left when this raises.
+        Ray must be running. Releases everything if it raises.
         """
         self.config, self.run = config, run
         classes: list[type] = [ActorRolloutRefWorker] + [CriticWorker] * config.needs_critic
-        judge: list[type] = [RewardModelWorker] if config.reward.model.path else []
+        reward_model: list[type] = [RewardModelWorker] if config.reward.model.path else []
         try:
             reserved = reserve(resource_pools(config), run, config.trainer.call_timeout_s)
             placements = {placement.pool.setting: placement for placement in reserved}
-            own = "reward.model" in placements
-            groups = start_groups(placements["trainer"], classes if own else classes + judge, config)
+            separate = "reward.model" in placements
+            groups = start_groups(placements["trainer"], classes if separate else classes + reward_model, config)
             if "rollout" in placements:
                 self.pool = RolloutPool(placements["rollout"], groups[0], config)
-            if own:
-                groups += start_groups(placements["reward.model"], judge, config)
+            if separate:
+                groups += start_groups(placements["reward.model"], reward_model, config)
             for group in groups:
                 group.meet()
             if self.pool:
                 self.pool.meet()
         except BaseException:
-            with suppress(TransientError):  # it hides no Ctrl-C; the next attempt tries again
+            with suppress(TransientError):  # must not hide the original error; the next attempt ends the leftovers
                 end_attempts(run)
             raise
         self.trained = groups[: len(classes)]
         self.actor = groups[0]
-        if judge:
+        if reward_model:
             self.reward_model = groups[-1]
 
     @property
     def rollout(self) -> Rollouts:
-        """The rollout engines, on the actor's places or on their own."""
+        """The rollout engines, on the actor's slots or in their own pool."""
         config = self.config
         return self.pool or ColocatedRollouts(self.actor, config.rollout_ranks // config.rollout.tensor_parallel_size)
 
     @property
     def critic(self) -> RayWorkerGroup:
-        """The critic's group; only where the algorithm needs one."""
+        """The critic's group; exists only if the algorithm needs one."""
         return self.trained[1]
 
     def init_models(self, path: str, updates: int) -> None:
-        """Loads the checkpoint at `path` into the actor, the critic and a pool of rollout engines, and the reward model
-        from its own.
+        """Loads the checkpoint at `path` into actor, critic and rollout pool, and the reward model from its own path.
 
-        `updates` is the number of mini-batches in the run.
+        `updates` is the number of mini-batches of the run.
         """
         config = self.config
         updates_of_actor = updates * config.actor.ppo_epochs
         actor = self.actor.init_model.submit(path, config.actor.optim, updates_of_actor, config.needs_reference)
         if self.pool:
             self.pool.init_model(path)
-        # First and alone on its place, because a rollout engine there measures what memory is free.
+        # The actor goes first, because its colocated rollout engine measures the free memory.
         actor.get()
         calls = [self.reward_model.init_model.submit()] if self.reward_model else []
         if config.needs_critic:
@@ -111,37 +109,39 @@ class Roles:
 
     @property
     def model_scores(self) -> RewardModelScores | None:
-        """The reward model's part in scores, where there is one."""
+        """The reward model's contribution to scores; None without a reward model."""
         return RewardModelScores(self.reward_model, self.config.reward.model.weight) if self.reward_model else None
 
     def init_warm_start(self, path: str) -> None:
-        """Loads the checkpoint at `path` into the actor, to be trained on reference answers."""
+        """Loads the checkpoint at `path` into the actor, for supervised training on reference answers."""
         optim = OptimConfig(lr=self.config.warm_start.lr)
         self.actor.init_model(path, optim, self.config.warm_start.steps, False)
 
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Every trained role starts to write its state into `folder`, and may be trained on when this returns."""
+        """Starts writing the state of every trained role into `folder`; training may continue once this returns."""
         for call in [group.save_checkpoint.submit(store, folder) for group in self.trained]:
             call.get()
 
     def finish_checkpoint(self) -> list[Json]:
-        """Waits until every trained role has written its state; returns the entries of all files to commit."""
+        """Waits until every trained role has written its state; returns the manifest entries of all files."""
         calls = [group.finish_checkpoint.submit() for group in self.trained]
         return [entry for call in calls for entries in call.get() for entry in entries]
 
     def written_files(self, store: Store, folder: str) -> list[Json] | None:
-        """The entries of all files to commit, None as long as a trained role has not written its state; asks the store,
-        no worker."""
+        """Returns the manifest entries of all files, or None while a trained role has not written its state.
+
+        Reads the store only and calls no worker.
+        """
         names = [f"{folder}/{name}/{FILES}" for name in ROLE_FOLDERS[: len(self.trained)]]
         if not all(map(store.exists, names)):
             return None
         return [entry for name in names for entry in store.read_json(name)]
 
     def load_checkpoint(self, store: Store, folder: str) -> None:
-        """Every role that is trained takes over its state from `folder`."""
+        """Loads the state of every trained role from `folder`."""
         for call in [group.load_checkpoint.submit(store, folder) for group in self.trained]:
             call.get()
 
     def close(self) -> None:
-        """Ends all processes and gives the places back."""
+        """Ends all processes and releases the slots."""
         end_attempts(self.run)

@@ -1,4 +1,4 @@
-"""What trainer, sampler and evaluation know of rollouts, wherever the engines are."""
+"""Interface to the rollout engines for trainer, sampler and evaluation, independent of their placement."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from rl_core.data.protocol import DataProto
 
 
 class RolloutCall(Protocol):
-    """Rollouts that are under way."""
+    """Handle of rollouts in flight."""
 
     def get(self) -> DataProto:
         """Waits for the responses; rows are in the order of the prompts."""
@@ -18,35 +18,35 @@ class Rollouts(Protocol):
     """The rollout engines of a run."""
 
     redispatched: int
-    """Rows that were sent again because their engine had gone."""
+    """Number of rows that were sent again because their engine was lost."""
 
     @property
     def engines(self) -> int:
-        """Engines that live."""
+        """Number of live engines."""
         ...
 
     def push_weights(self, version: int) -> float:
-        """Makes all engines serve the actor's weights; returns the canary's largest difference of log-probs.
+        """Pushes the actor's weights to all engines; returns the canary's largest log-prob difference.
 
-        Raises TrainingError where an engine disagrees with the actor about fixed tokens.
+        Raises TrainingError if an engine and the actor disagree about fixed tokens.
         """
         ...
 
     def submit(self, prompts: DataProto, temperature: float) -> RolloutCall:
-        """Starts rollouts of `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
+        """Starts rollouts of the columns `prompt_ids` and `seed`, at a temperature (0: greedy)."""
         ...
 
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
-        """The same, and waits for them."""
+        """Like `submit`, and waits for the responses."""
         ...
 
     def sleep(self) -> None:
-        """Gives memory that the engines share with the actor to training, until the next push."""
+        """Releases memory shared with the actor to training, until the next push."""
         ...
 
 
 class ColocatedRollouts:
-    """Rollout engines on the actor's places: they live and die with its group, and take turns with training."""
+    """Rollout engines on the actor's slots: they share its lifetime and alternate with training."""
 
     redispatched = 0
 

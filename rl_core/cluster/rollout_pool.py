@@ -1,4 +1,4 @@
-"""Rollout engines with slots of their own: they go on while the actor trains, and may die one by one."""
+"""Rollout engines with their own slots: they run while the actor trains, and fail independently."""
 
 import itertools
 import logging
@@ -19,17 +19,17 @@ from rl_core.errors import RollforwardError, TransientError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-# Seconds that an engine which is started anew may take for each step of its start: the others wait for it.
 REVIVAL = 300.0
+"""Deadline in seconds of each call that restarts an engine; the other engines wait for it."""
 
 
 class Engine:
-    """One live copy of the policy: the ranks of a worker group of its own, which end together."""
+    """One rollout engine: the ranks of its own worker group, which end together."""
 
     serving: Call | None = None
 
     def __init__(self, placement: Placement, config: RunConfig, number: int, incarnation: int, deadline: float) -> None:
-        """Starts the processes; `incarnation` counts how often this engine of the pool was started."""
+        """Starts the processes; `incarnation` counts the starts of this engine of the pool."""
         size = config.rollout.tensor_parallel_size
         self.number, self.incarnation, self.deadline = number, incarnation, config.trainer.call_timeout_s
         self.lost, self.may_restart = False, True
@@ -46,21 +46,21 @@ class Engine:
         )
 
     def serve(self) -> None:
-        """From now on the loss of any rank is the loss of the engine."""
+        """Starts serving; from now on the loss of any rank counts as the loss of the engine."""
         if self.serving:
             return
         self.serving = self.group.serve.submit()
-        self.serving.deadline = math.inf  # it has no end
+        self.serving.deadline = math.inf  # the call never returns
         self.group.deadline = self.deadline
 
     def watched(self, call: Call) -> list[Call]:
-        """The calls of which one is settled when a call on this engine has ended, or any of its ranks has."""
+        """Calls to wait for: one is settled when `call` has ended or a rank of this engine has died."""
         return [call, self.serving] if self.serving else [call]
 
 
 @dataclass
 class Share:
-    """Rows of a batch, and the engine that they are with."""
+    """Rows of a batch, and the engine that processes them."""
 
     rows: range
     engine: Engine
@@ -68,41 +68,41 @@ class Share:
 
 
 class RolloutPool:
-    """All rollout engines of a run; `actor` trains what they serve."""
+    """All rollout engines of a run; they serve the weights of `actor`."""
 
     def __init__(self, placement: Placement, actor: RayWorkerGroup, config: RunConfig) -> None:
-        """Starts the processes, which come up while the driver goes on, until `meet` is called."""
+        """Starts the processes in the background; `meet` waits for them."""
         self.placement, self.actor, self.config = placement, actor, config
         self.redispatched = 0
         self._on_gpu = placement.pool.use_gpu
         count = config.rollout_ranks // config.rollout.tensor_parallel_size
         self._engines = [Engine(placement, config, i, 1, config.trainer.call_timeout_s) for i in range(count)]
         self._linked: list[Engine] = []
-        self._why = ""
+        self._last_error = ""
 
     @property
     def engines(self) -> int:
-        """Engines that live, as far as is known."""
+        """Number of engines not known to be lost."""
         return sum(not engine.lost for engine in self._engines)
 
     def meet(self) -> None:
-        """Waits for the processes to be there."""
+        """Waits until all processes have started and joined their groups."""
         for engine in self._engines:
             engine.group.meet()
 
     def init_model(self, path: str) -> None:
-        """Builds the engines for the checkpoint at `path`; live ones stay."""
+        """Builds the engines from the checkpoint at `path`; existing ones are kept."""
         self._path = path
         self._all("init_model", path)
-        for engine in self._living():
+        for engine in self._live():
             engine.serve()
 
     def push_weights(self, version: int) -> float:
-        """Pauses all engines, sends them the actor's weights, compares their log-probs of fixed tokens with the
-        actor's, and lets them go on; returns the largest difference.
+        """Pauses all engines, pushes the actor's weights, compares log-probs of fixed tokens with the actor's, and
+        resumes; returns the largest difference.
 
-        Engines that were lost before are started anew where their place is free, once. Raises TrainingError when the
-        difference is above `rollout.canary_tolerance`, TransientError when no engine is left.
+        Lost engines are restarted once before, if their slots are available. Raises TrainingError if the difference
+        exceeds `rollout.canary_tolerance`, TransientError if no engine is left.
         """
         self._revive()
         self._all("pause")
@@ -118,82 +118,81 @@ class RolloutPool:
         return difference
 
     def submit(self, prompts: DataProto, temperature: float) -> "PoolCall":
-        """Starts rollouts, a part of the rows on each engine; rows that follow each other with one `uid` stay
-        together."""
+        """Starts rollouts with the rows split over the engines; consecutive rows with the same `uid` stay together."""
         return PoolCall(self, prompts, temperature)
 
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
-        """Rollouts as by `submit`, waited for."""
+        """Like `submit`, and waits for the responses."""
         return self.submit(prompts, temperature).get()
 
     def sleep(self) -> None:
-        """Does nothing: the engines' memory is their own."""
+        """Does nothing: the engines share no memory with training."""
 
     def spread(self, prompts: DataProto, rows: range, temperature: float) -> list[Share]:
-        """Sends rows of a batch to the living engines."""
+        """Distributes rows of a batch over the live engines."""
         uids = prompts.non_tensor_batch.get("uid", range(len(prompts)))
-        living = self._living()
-        parts = split_rows([uids[row] for row in rows], len(living))
+        live = self._live()
+        parts = split_rows([uids[row] for row in rows], len(live))
         shares = []
-        for part, engine in zip(parts, living, strict=False):
+        for part, engine in zip(parts, live, strict=False):
             taken = rows[part.start : part.stop]
             call = engine.group.generate_sequences.submit(prompts[taken.start : taken.stop], temperature)
             shares.append(Share(taken, engine, call))
         return shares
 
     def drop(self, engine: Engine, error: WorkerLost) -> None:
-        """Goes on without an engine."""
+        """Marks an engine as lost and continues without it."""
         if engine.lost:
             return
-        engine.lost, self._why = True, str(error)
-        engine.group.kill()  # ranks that only wait for the one that has gone
-        cause = self._why.partition("\n")[0]
-        logger.warning("rollout engine %d is lost, %d go on: %s", engine.number, self.engines, cause)
+        engine.lost, self._last_error = True, str(error)
+        engine.group.kill()  # the remaining ranks would wait for the lost one
+        cause = self._last_error.partition("\n")[0]
+        logger.warning("lost rollout engine %d, continuing with %d: %s", engine.number, self.engines, cause)
 
-    def _living(self) -> list[Engine]:
-        living = [engine for engine in self._engines if not engine.lost]
-        if not living:
-            raise TransientError(f"no rollout engine is left; the last one's end: {self._why}")
-        return living
+    def _live(self) -> list[Engine]:
+        live = [engine for engine in self._engines if not engine.lost]
+        if not live:
+            raise TransientError(f"no rollout engine is left; last error: {self._last_error}")
+        return live
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        """Results of a method on all living engines; those that are lost meanwhile are dropped."""
+        """Results of a method on all live engines; engines lost during the call are dropped."""
         results = []
-        for engine, call in [(engine, getattr(engine.group, method).submit(*args)) for engine in self._living()]:
+        for engine, call in [(engine, getattr(engine.group, method).submit(*args)) for engine in self._live()]:
             try:
                 results.append(first_settled(engine.watched(call)).get())
             except WorkerLost as error:
                 self.drop(engine, error)
-        self._living()
+        self._live()
         return results
 
     def _broadcast(self, version: int) -> None:
-        """Sends the weights over NCCL; an engine that is lost just then takes the actor along, which needs a new
+        """Broadcasts the weights over NCCL; losing an engine during the broadcast also fails the actor, hence the
         attempt."""
-        living, size = self._living(), self.config.rollout.tensor_parallel_size
-        if living != self._linked:
+        live, size = self._live(), self.config.rollout.tensor_parallel_size
+        if live != self._linked:
             host, port = self.actor.free_port()
-            world_size = 1 + len(living) * size
+            world_size = 1 + len(live) * size
             links = [self.actor.link_rollouts.submit(host, port, world_size)]
-            for i, engine in enumerate(living):
+            for i, engine in enumerate(live):
                 links.append(engine.group.link_trainer.submit(host, port, 1 + i * size, world_size))
             finish_together(links)
-            self._linked = living
-        receives = [engine.group.receive_weights.submit(version, []) for engine in living]
+            self._linked = live
+        receives = [engine.group.receive_weights.submit(version, []) for engine in live]
         finish_together([self.actor.send_weights.submit(), *receives])
 
     def _revive(self) -> None:
-        """Starts lost engines anew, each once after its loss; if that fails the pool goes on without it."""
+        """Restarts lost engines, once per loss; if the restart fails, the pool continues without the engine."""
         lost = [engine for engine in self._engines if engine.lost and engine.may_restart]
         if not lost or not self.placement.whole():
             return
-        begun: list[Engine] = []
+        started: list[Engine] = []
         for old in lost:
             old.may_restart = False
             with _tolerated(old):
-                begun.append(Engine(self.placement, self.config, old.number, old.incarnation + 1, REVIVAL))
+                started.append(Engine(self.placement, self.config, old.number, old.incarnation + 1, REVIVAL))
         built: list[tuple[Engine, Call]] = []
-        for engine in begun:
+        for engine in started:
             with _tolerated(engine):
                 engine.group.meet()
                 built.append((engine, engine.group.init_model.submit(self._path)))
@@ -206,16 +205,16 @@ class RolloutPool:
 
 @contextmanager
 def _tolerated(engine: Engine) -> Iterator[None]:
-    """Notes an error in the start of an engine, whose processes end."""
+    """Logs an error during the restart of an engine and kills its processes."""
     try:
         yield
     except RollforwardError as error:
         engine.group.kill()
-        logger.warning("rollout engine %d does not start again: %s", engine.number, error)
+        logger.warning("rollout engine %d failed to restart: %s", engine.number, error)
 
 
 class PoolCall:
-    """Rollouts of a batch that are under way on the pool."""
+    """Handle of a batch's rollouts in flight on the pool."""
 
     def __init__(self, pool: RolloutPool, prompts: DataProto, temperature: float) -> None:
         self._pool, self._prompts, self._temperature = pool, prompts, temperature
@@ -225,8 +224,8 @@ class PoolCall:
     def get(self) -> DataProto:
         """Waits for the responses; rows are in the order of the prompts.
 
-        What a lost engine had is sent to the others; its seeds give the same responses again. Raises TransientError
-        when no engine is left or one is later than the deadline, and an engine's own error as what it is.
+        Rows of a lost engine are sent to the others; the seeds reproduce the same responses. Raises TransientError if
+        no engine is left or one exceeds the deadline, and an engine's own error unchanged.
         """
         while self._shares:
             lost = [share for share in self._shares if share.engine.lost]
@@ -239,7 +238,7 @@ class PoolCall:
         return DataProto.concat([part for _, part in self._done])
 
     def _wait_for_one(self) -> None:
-        """Until a share is done, or an engine is lost."""
+        """Waits until a share is done or an engine is lost."""
         watched = [(call, share) for share in self._shares for call in share.engine.watched(share.call)]
         call = first_settled([call for call, _ in watched])
         share = next(share for each, share in watched if each is call)
@@ -253,7 +252,7 @@ class PoolCall:
 
 
 def split_rows(uids: list[Any], parts: int) -> list[range]:
-    """At most `parts` runs of rows, as equal in length as can be where neighbours with one uid stay together."""
+    """Splits rows into at most `parts` ranges of about equal length; consecutive rows with one uid stay together."""
     starts = [row for row in range(len(uids)) if row == 0 or uids[row] != uids[row - 1]] + [len(uids)]
     cuts = [min(starts, key=lambda start: abs(start - k * len(uids) / parts)) for k in range(parts + 1)]
     return [range(a, b) for a, b in itertools.pairwise(cuts) if a < b]

@@ -1,4 +1,4 @@
-"""A process of the pool of rollout engines."""
+"""Worker process of the rollout pool."""
 
 import asyncio
 import os
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker(Worker):
-    """A rank of one rollout engine; everything runs in one event loop, so weights change between decoding steps.
+    """A rank of one rollout engine; everything runs in one event loop, so weights change only between decoding steps.
 
-    Rank 0 answers; the others take the same steps.
+    Rank 0 returns results; the other ranks follow its steps.
     """
 
     engine: "VLLMEngine"
@@ -29,7 +29,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     async def init_model(self, path: str) -> None:
-        """Builds the engine from the checkpoint at `path`; a live one stays, and gets its weights pushed."""
+        """Builds the engine from the checkpoint at `path`; an existing one is kept and gets new weights by a push."""
         config = self.config
         self.stop_token_ids = stop_tokens(Path(path))
         if "engine" not in self.__dict__:
@@ -42,14 +42,14 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     async def serve(self) -> None:
-        """Lasts as long as the process does: ranks other than the first follow its steps."""
+        """Never returns; ranks other than the first follow its steps."""
         while self.engine.is_follower:
             await self.engine.follow()
         await asyncio.Event().wait()
 
     @register(Dispatch.RANK_ZERO)
     async def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
-        """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
+        """Responses to the columns `prompt_ids` and `seed`, at a temperature (0: greedy)."""
         sampling = sampling_of(self.config, temperature, self.stop_token_ids)
         return await roll_out(self.engine, prompts, sampling, self.config.agent, self.responders, self.scoring)
 
@@ -60,24 +60,23 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def resume(self) -> None:
-        """Goes on decoding with the weights that are there now."""
+        """Continues decoding with the current weights."""
         self.engine.resume()
 
     @register(Dispatch.ONE_TO_ALL)
     def link_trainer(self, host: str, port: int, first: int, world_size: int) -> None:
-        """Meets the actor, which is rank 0 of the link, and the other engines on CUDA; `first` is this engine's first
-        rank there."""
+        """Joins the NCCL group of actor (rank 0) and all engines; `first` is the group rank of this engine's rank 0."""
         if self.link:
             self.link.close()
         self.link = NcclBroadcast(host, port, first + int(os.environ["RANK"]), world_size, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     async def receive_weights(self, version: int, refs: list[ray.ObjectRef[Any]]) -> None:
-        """Replaces all weights by what the actor sends: over the link, or by Ray's object store."""
+        """Replaces all weights by those of the actor, received over NCCL or from Ray's object store."""
         buckets = self.link.receive() if self.link else iter(await asyncio.gather(*refs))
         self.engine.update_weights((pair for bucket in buckets for pair in unpack(bucket)), version)
 
     @register(Dispatch.RANK_ZERO)
     def log_probs(self, token_ids: list[int]) -> list[float]:
-        """Log-probs at temperature 1 of the given tokens, from the second on."""
+        """Log-probs at temperature 1 of the given tokens, starting at the second one."""
         return self.engine.log_probs(token_ids)

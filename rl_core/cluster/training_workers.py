@@ -1,7 +1,7 @@
-"""The roles that train: actor with reference and colocated rollout engine in one process, and the critic.
+"""Training workers: actor with reference and colocated rollout engine in one process, and the critic.
 
-One process a device. `init_model` may be called again: it starts over from another checkpoint and keeps the live
-rollout engine, which gets the new weights pushed.
+One process per device. Calling `init_model` again starts over from another checkpoint; the existing rollout engine is
+kept and receives the new weights by a push.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ from rl_core.training.engine import DTYPES, LossFunction, TrainEngine
 from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
 from rl_core.training.mesh import make_rank_mesh
 
-# From a mini-batch and its counts of tokens and sequences: the mini-batch with what its loss needs, and the loss.
+# (mini-batch, number of tokens, number of sequences) → (mini-batch with the columns its loss needs, loss).
 LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]
 
 
 class TrainingWorker(Worker):
-    """A rank that trains: its position in the meshes of shards and sequences."""
+    """A training rank, with its position in the meshes of shards and sequences."""
 
     saved: Future[list[Json]]
 
     def join(self, host: str, port: int) -> None:
-        """Joins the process group and forms the meshes; returns when all ranks have."""
+        """Joins the process group and builds the meshes; returns once all ranks have joined."""
         super().join(host, port)
         config = self.config
         self.rank_mesh = make_rank_mesh(
@@ -56,8 +56,8 @@ class TrainingWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_checkpoint(self) -> list[Json]:
-        """Waits until this rank has written the state that was saved last: the entries of its files; raises what went
-        wrong."""
+        """Waits until this rank has written its last saved state; returns its manifest entries, or raises the error of
+        the write."""
         return self.saved.result()
 
     def _train_engine(
@@ -76,28 +76,23 @@ class TrainingWorker(Worker):
         )
 
     def _train(self, engine: TrainEngine, data: DataProto, epochs: int, loss_of: LossOf, *args: float) -> Metrics:
-        """All epochs over this rank's share of the step's mini-batches.
-
-        Metrics are averaged over the updates that were made; `first_loss` is that of the first one, whose weights are
-        still those of the rollouts, and `skipped_updates` the number of those left out.
-        """
+        """Runs all epochs over this rank's share of the mini-batches; returns metrics as of `mean_of_updates`."""
         minis = data.chunk(self.config.data.train_batch_size // self.config.mini_batch_size)
         updates: list[Metrics] = []
         for _ in range(epochs):
             for mini in minis:
                 tokens_B = mini.batch["response_mask"].sum(-1)
-                # Sequences of which nothing trains have left the denominators too.
+                # Fully masked sequences do not count in the denominators.
                 counts = torch.stack([tokens_B.sum(), (tokens_B > 0).sum()]).to(self.device, torch.float64)
                 dist.all_reduce(counts)
-                counts /= self.config.fsdp.sequence_parallel_size  # ranks that share sequences have the same rows
+                counts /= self.config.fsdp.sequence_parallel_size  # ranks that share sequences hold the same rows
                 mini, loss_function = loss_of(mini, *counts.tolist())
                 updates.append(engine.train_mini_batch(mini, loss_function, *args))
         return mean_of_updates(updates)
 
 
 class ActorRolloutRefWorker(TrainingWorker):
-    """The policy in training and its reference on one device, with the rollout engine unless that has places of its
-    own."""
+    """The trained policy and its reference on one device, with the rollout engine unless that has its own pool."""
 
     actor: TrainEngine
     reference: TrainEngine
@@ -107,13 +102,13 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, path: str, optim: OptimConfig, total_updates: int, reference: bool) -> None:
-        """Builds actor, optimizer and, if asked for, the reference from the checkpoint at `path`.
+        """Builds actor, optimizer and, if requested, the reference from the checkpoint at `path`.
 
-        An actor with adapters is its own reference, without them.
+        With LoRA the actor without its adapters is the reference.
         """
         for name in ("actor", "reference", "sharding"):
             self.__dict__.pop(name, None)
-        gc.collect()  # the old weights go before the new ones come
+        gc.collect()  # free the old weights before loading the new ones
         self.source = Path(path)
         self.temperature = self.config.rollout.temperature
         self.stop_token_ids = stop_tokens(self.source)
@@ -158,22 +153,22 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> float:
-        """Pushes the actor's weights into the rollout engine; returns the canary's difference."""
+        """Pushes the actor's weights into the rollout engine; returns the canary's log-prob difference."""
         return self.sharding.push(version)
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_rollout(self) -> None:
-        """Gives the rollout engine's device memory to training."""
+        """Releases the rollout engine's device memory to training."""
         self.rollout.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:
-        """What the actor says of fixed tokens; for engines with places of their own."""
+        """The actor's log-probs of fixed tokens, for engines in their own pool."""
         return canary_of(self.actor, self.config.max_length)
 
     @register(Dispatch.RANK_ZERO)
     def free_port(self) -> tuple[str, int]:
-        """This machine's address, and a port that nobody listens on."""
+        """This machine's address, and a free port."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as listener:
             listener.bind((host, 0))
@@ -181,20 +176,20 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(Dispatch.RANK_ZERO)
     def link_rollouts(self, host: str, port: int, world_size: int) -> None:
-        """Meets the ranks of the rollout pool on CUDA, which are all of `world_size` but this first one."""
+        """Joins the NCCL group with the rollout pool as rank 0; the other `world_size` − 1 ranks are the pool's."""
         if self.link:
             self.link.close()
         self.link = NcclBroadcast(host, port, 0, world_size, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Sends all weights to the rollout pool: over the link, or by Ray's object store, where rank 0 says what the
-        engines have to fetch."""
+        """Sends all weights to the rollout pool over NCCL, or through Ray's object store; then rank 0 returns the
+        references to fetch."""
         dtype = DTYPES[self.config.model.dtype]
         whole = ((name, tensor.to(dtype)) for name, tensor in self.actor.full_parameters())
         refs: list[ray.ObjectRef[Any]] = []
         if dist.get_rank() > 0:
-            deque(whole, maxlen=0)  # takes part in gathering them
+            deque(whole, maxlen=0)  # participate in the gather
         elif self.link:
             self.link.send(buckets(whole))
         else:
@@ -204,24 +199,24 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(Dispatch.ROLLOUT_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, temperature: float) -> DataProto:
-        """Responses to `prompt_ids` with `seed` per row, at a temperature (0 is greedy)."""
+        """Responses to the columns `prompt_ids` and `seed`, at a temperature (0: greedy)."""
         if self.rollout.is_follower:
             self.loop.run_until_complete(self.rollout.follow())
-            return prompts  # nobody asks a rank that follows
+            return prompts  # results of following ranks are not collected
         sampling = sampling_of(self.config, temperature, self.stop_token_ids)
         rollouts = roll_out(self.rollout, prompts, sampling, self.config.agent, self.responders, self.scoring)
         return self.loop.run_until_complete(rollouts)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs`, `entropy` and `sum_pi_squared` [B, R] of the responses under the actor, at the sampling
-        temperature."""
+        """Returns `old_log_probs`, `entropy` and `sum_pi_squared` [B, R] of the responses under the actor, at the
+        sampling temperature."""
         log_probs, entropy, squares = self.actor.compute(data, self.temperature)
         return DataProto({"old_log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares})
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob` [B, R] of the responses under the reference."""
+        """Returns `ref_log_prob` [B, R] of the responses under the reference."""
         if self.config.model.lora.rank:
             with adapters_off(self.actor.model):
                 log_probs = self.actor.compute(data, self.temperature)[0]
@@ -232,7 +227,7 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> Metrics:
-        """All optimizer steps of one step on the policy loss; returns metrics."""
+        """Runs all optimizer updates of one step on the policy loss; returns metrics."""
         return self._train(self.actor, data, self.config.actor.ppo_epochs, self._policy_loss, self.temperature)
 
     def _policy_loss(self, mini: DataProto, tokens: float, sequences: float) -> tuple[DataProto, LossFunction]:
@@ -243,7 +238,7 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_supervised(self, data: DataProto) -> Metrics:
-        """One optimizer step of cross-entropy on the given responses."""
+        """Runs one optimizer update on the cross-entropy of the given responses; returns metrics."""
         tokens = data.batch["response_mask"].sum().to(self.device, torch.float64)
         dist.all_reduce(tokens)
         tokens /= self.config.fsdp.sequence_parallel_size
@@ -251,17 +246,17 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Starts to write the actor's present state into `folder` of the store."""
+        """Starts writing the actor's current state into `folder` of the store."""
         self.saved = save_engine(self.actor, store, f"{folder}/actor", self.save_group)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, store: Store, folder: str) -> None:
-        """Puts the state in `folder` into the actor."""
+        """Loads the actor's state from `folder`."""
         load_engine(self.actor, store, f"{folder}/actor")
 
     @register(Dispatch.ONE_TO_ALL)
     def export(self, store: Store, folder: str) -> list[Json]:
-        """Writes the actor as an ordinary Hugging Face folder into the store; the entries of the files to commit."""
+        """Writes the actor as a Hugging Face folder into the store; returns the manifest entries of its files."""
         return export_model(self.actor, self.config.model.dtype, self.source, store, folder)
 
 
@@ -275,12 +270,12 @@ class CriticWorker(TrainingWorker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values` [B, R] of the states before each response token."""
+        """Returns `values` [B, R] of the states before each response token."""
         return DataProto({"values": self.critic.compute(data)[0]})
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, data: DataProto) -> Metrics:
-        """All optimizer steps of one step on the value loss; returns metrics."""
+        """Runs all optimizer updates of one step on the value loss; returns metrics."""
         config = self.config.critic
         metrics = self._train(
             self.critic, data, config.ppo_epochs, lambda mini, tokens, _: (mini, value_loss(config, tokens))
@@ -290,19 +285,22 @@ class CriticWorker(TrainingWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, store: Store, folder: str) -> None:
-        """Starts to write the critic's present state into `folder` of the store."""
+        """Starts writing the critic's current state into `folder` of the store."""
         self.saved = save_engine(self.critic, store, f"{folder}/critic", self.save_group)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, store: Store, folder: str) -> None:
-        """Puts the state in `folder` into the critic."""
+        """Loads the critic's state from `folder`."""
         load_engine(self.critic, store, f"{folder}/critic")
 
 
 def mean_of_updates(updates: list[Metrics]) -> Metrics:
-    """Mean of each metric over the optimizer steps that were made, the number of the others, the first one's loss."""
-    made = [metrics for metrics in updates if not metrics["skipped_updates"]]
-    means = {name: statistics.fmean(metrics[name] for metrics in made) for name in (made[0] if made else {})}
+    """Mean of each metric over the applied updates, plus `skipped_updates` (their number) and `first_loss`.
+
+    `first_loss` is the loss of the first update, at which the weights are still those of the rollouts.
+    """
+    applied = [metrics for metrics in updates if not metrics["skipped_updates"]]
+    means = {name: statistics.fmean(metrics[name] for metrics in applied) for name in (applied[0] if applied else {})}
     if "loss" in updates[0]:
         means["first_loss"] = updates[0]["loss"]
-    return {**means, "skipped_updates": float(len(updates) - len(made))}
+    return {**means, "skipped_updates": float(len(updates) - len(applied))}

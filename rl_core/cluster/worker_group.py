@@ -1,4 +1,4 @@
-"""A group of Ray actors, one a rank, that is called like one object."""
+"""A group of Ray actors, one per rank, with the interface of a single worker."""
 
 import inspect
 from collections import Counter, defaultdict, deque
@@ -15,36 +15,35 @@ from rl_core.cluster.stall import RankProcess, offer_stacks
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
 
-# Calls of a method whose seconds are remembered.
 RECENT = 20
+"""Number of recent calls per method whose durations are kept."""
 
 
 class Host:
-    """The actor of a rank: it makes its worker and calls the worker's methods.
+    """The Ray actor of a rank: creates its worker and calls the worker's methods.
 
-    The worker is made by a call, so that an error in its constructor reaches the driver like that of any method.
+    The worker is created by a call, so that an error of its constructor reaches the driver like that of any method.
     """
 
     def offer_stacks(self) -> RankProcess:
-        """Where this process says what it is doing when it no longer answers."""
+        """Prepares this process to report its stacks when it hangs; returns where."""
         return offer_stacks()
 
     def start(self, worker_class: type, args: tuple[Any, ...]) -> None:
-        """Makes the worker."""
+        """Creates the worker."""
         self.worker = worker_class(*args)
 
     def call(self, method: str, answers: bool, *args: Any) -> Any:
-        """Runs a method; a rank that does not answer keeps its result, which another rank has too."""
+        """Runs a method; returns its result if `answers`, otherwise None since another rank returns the same one."""
         result = getattr(self.worker, method)(*args)
         return result if answers else None
 
 
 class AsyncHost(Host):
-    """The actor of a rank whose methods may be coroutines: all run in one event loop, and each goes on while others
-    wait."""
+    """The Ray actor of a rank whose methods may be coroutines, which run concurrently in one event loop."""
 
     async def call(self, method: str, answers: bool, *args: Any) -> Any:
-        """Runs a method, and waits for it if it is a coroutine."""
+        """Runs a method, and awaits it if it is a coroutine."""
         result = super().call(method, True, *args)
         if inspect.isawaitable(result):
             result = await result
@@ -52,7 +51,7 @@ class AsyncHost(Host):
 
 
 class GroupMethod:
-    """A registered method of a group: called, it returns the result; `submit` returns a handle at once."""
+    """A registered method of a group: calling it returns the result, `submit` returns a handle immediately."""
 
     def __init__(self, group: "RayWorkerGroup", name: str, mode: Dispatch) -> None:
         self.group, self.name, self.mode = group, name, mode
@@ -62,7 +61,7 @@ class GroupMethod:
         return self.submit(*args).get()
 
     def submit(self, *args: Any) -> Call:
-        """Starts the method on the ranks; a rank runs what is submitted in that order."""
+        """Starts the method on the ranks; each rank runs submitted calls in order."""
         group = self.group
         calls, padding = split(self.mode, group.layout, args)
         answering = group.layout.answering(self.mode)
@@ -82,7 +81,7 @@ class GroupMethod:
 
 
 class RayWorkerGroup:
-    """Ranks of one worker class in a placement; the methods marked with `@register` are the group's methods."""
+    """Ranks of one worker class in a placement; methods marked with `@register` are available on the group."""
 
     def __init__(
         self,
@@ -97,10 +96,10 @@ class RayWorkerGroup:
         name: str = "",
         host: type[Host] = Host,
     ) -> None:
-        """Starts the actors, which have their slots when this returns; `meet` waits for their workers.
+        """Starts the actors, which hold their slots when this returns; `meet` waits for their workers.
 
-        `share` is each one's part of its slot, `deadline` the seconds of one call at most. A group may take some of
-        the `slots` only; its `name` in the run is the worker class's unless it is given.
+        `share` is the fraction of a slot used by each actor, `deadline` the maximum duration of a call in seconds.
+        `slots` restricts the group to some slots of the pool; `name` defaults to that of the worker class.
         """
         pool = placement.pool
         slots = slots or range(pool.world_size)
@@ -109,7 +108,7 @@ class RayWorkerGroup:
         self.ranks: list[RankProcess] = []
         self.seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._worker_class = worker_class
-        actor_class: Any = ray.remote(type(self.name, (host,), {}))  # the name is that of the process, too
+        actor_class: Any = ray.remote(type(self.name, (host,), {}))  # also sets the name of the process
         try:
             self.workers: list[Any] = [
                 actor_class.options(
@@ -127,7 +126,7 @@ class RayWorkerGroup:
             ]
         except ActorAlreadyExistsError as error:
             raise TransientError(f"another attempt of this run is starting its workers: {error}") from error
-        # Shares keep two ranks of a group off one device only if the group of the next smaller share comes after it.
+        # Unequal shares separate ranks onto devices only if groups are placed one after another, in order of share.
         try:
             self.ranks = self._call("placing", [worker.offer_stacks.remote() for worker in self.workers]).get()
         except BaseException:
@@ -136,13 +135,13 @@ class RayWorkerGroup:
         self._started = self._call("start", [worker.start.remote(worker_class, args) for worker in self.workers])
 
     def meet(self) -> None:
-        """Waits for the ranks to be there and lets them form their process group."""
+        """Waits until all ranks have started and joined their process group."""
         self._started.get()
         host, port = self._call("rendezvous", [self.workers[0].call.remote("rendezvous", True)]).get()[0]
         self._call("join", [worker.call.remote("join", True, host, port) for worker in self.workers]).get()
 
     def kill(self) -> None:
-        """Ends all ranks at once."""
+        """Kills all ranks immediately."""
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
 
@@ -157,7 +156,7 @@ class RayWorkerGroup:
 
 
 def put_shared(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The ranks' arguments with each batch that several ranks get put into the object store, once."""
+    """Replaces each batch that goes to several ranks by a reference to one copy in the object store."""
     times = Counter(id(arg) for args in calls for arg in args if isinstance(arg, DataProto))
     stored: dict[int, ray.ObjectRef[Any]] = {}
 

@@ -1,5 +1,7 @@
-"""Scores of a policy on the held-out rows, greedy and sampled, through the rollout engine; kept, so that the same
-weights are scored once on the same rows."""
+"""Evaluation of a policy on the held-out rows, greedy and sampled, with the rollout engine.
+
+Results are cached by weights, rows and settings.
+"""
 
 import hashlib
 import json
@@ -27,19 +29,19 @@ from rl_core.trainer.scoring import answer_texts, collect_results
 
 SAMPLES_SHOWN = 20
 TURNS_KEPT = 8
-"""Greedy first turns whose tokens are kept, for the test that a version can be loaded."""
+"""Number of greedy first turns whose tokens are stored for the reload test."""
 RIGHT = 0.5
-"""Score from which a response counts as right in pass@k."""
+"""Minimum score of a response that counts as right in pass@k."""
 LEVEL = 0.95
-"""Share of the intervals that are shown."""
+"""Confidence level of the intervals."""
 METRICS = ("greedy", "sampled", "pass_at_k", "maj_at_k")
-# Settings beside those of the evaluation that a score depends on.
 _SCORING = ("reward.", "agent.", "rollout.top_", "model.dtype", "evaluation.refusal_pattern")
+"""Prefixes of settings outside `evaluation` that affect scores."""
 
 
 @dataclass(frozen=True)
 class _Responses:
-    """B = rows × n responses, those of a row together."""
+    """B = rows × n responses, grouped by row."""
 
     score_B: torch.Tensor
     texts: list[str]
@@ -51,12 +53,14 @@ class _Responses:
 
 
 def evaluate(config: RunConfig, rows: RLHFDataset, roles: Roles, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """What the policy is worth on the held-out rows, as JSON (docs/promotion.md lists the keys).
+    """Evaluates the policy on the held-out rows; returns JSON (docs/promotion.md lists the keys).
 
-    Greedy score, and of `evaluation.sampled_n` responses a prompt their mean (avg@k), pass@k and maj@k; all with
-    intervals and by data source. As in training, what tools and environment gave is part of a score. A conversation
-    that has failed has 0; raises TransientError when these are more than `reward.max_failed_share`, or a response could
-    not be scored. Seeds depend on the run's seed only, so the scores of two models are of the same draws.
+    Computes the greedy score and, from `evaluation.sampled_n` responses per prompt, avg@k, pass@k and maj@k, each with
+    an interval and by data source. As in training, scores include the rewards of tools and environment. A failed
+    conversation scores 0. Seeds depend on the run's seed only, so two models are compared on the same draws.
+
+    Raises TransientError if the share of failed conversations exceeds `reward.max_failed_share` or a response could not
+    be scored.
     """
     n, chosen = config.evaluation.sampled_n, [rows[i] for i in range(len(rows))]
     greedy = _responses(config, chosen, roles, tokenizer, 0.0, 1)
@@ -98,7 +102,7 @@ def evaluate(config: RunConfig, rows: RLHFDataset, roles: Roles, tokenizer: PreT
 
 
 def summary(per_row: Sequence[Json], seed: int) -> Json:
-    """Means, intervals, scores by source and guards of an evaluation's rows; `seed` is that of the resampling."""
+    """Means, intervals, scores by source and guards of an evaluation's rows; `seed` seeds the resampling."""
     columns = {name: [_value(row, name) for row in per_row] for name in METRICS}
     sources = {row["source"]: [row] for row in per_row}
     for source in sources:
@@ -121,13 +125,13 @@ def summary(per_row: Sequence[Json], seed: int) -> Json:
 
 
 def final_answer(text: str) -> str:
-    """What a response comes down to: its last box, or else its last line; responses that agree in it are one answer."""
+    """The final answer of a response: its last box, or else its last line. maj@k counts responses by it."""
     box = last_box(text)
     return box.strip() if box is not None else (text.strip().splitlines() or [""])[-1].strip()
 
 
 def settings_of(config: RunConfig) -> Json:
-    """What a score depends on beside weights and rows: how answers are drawn, and a hash of how they are scored."""
+    """What a score depends on besides weights and rows: sampling settings, and a hash of the scoring settings."""
     scoring = {key: value for key, value in identity(config).items() if key.startswith(_SCORING)}
     return {
         "sampled_n": config.evaluation.sampled_n,
@@ -139,7 +143,7 @@ def settings_of(config: RunConfig) -> Json:
 
 
 def rows_hash(rows: Sequence[Row]) -> str:
-    """sha256 (hexadecimal) of the rows: the same for the same rows in the same order."""
+    """sha256 (hexadecimal) of the rows; depends on their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(canonical(row).encode() + b"\n")
@@ -147,9 +151,10 @@ def rows_hash(rows: Sequence[Row]) -> str:
 
 
 def cached(root: Store, weights: str, data: str, settings: Json, make: Callable[[], Json]) -> Json:
-    """The evaluation of these weights on these rows with these settings; made and kept where there is none.
+    """Returns the cached evaluation of these weights, rows and settings; calls `make` and stores the result if there is
+    none.
 
-    `root` is the storage root that the runs share; the file is `evaluations/<weights>-<data>-<settings>.json`.
+    `root` is the storage root shared by all runs; the file is `evaluations/<weights>-<data>-<settings>.json`.
     """
     name = f"evaluations/{weights[:16]}-{data[:16]}-{_digest(settings)[:8]}.json"
     if not root.exists(name):
@@ -163,7 +168,7 @@ def _digest(value: Json) -> str:
 
 
 def _value(row: Json, metric: str) -> float:
-    """A row's value of a metric."""
+    """Value of a metric for one row."""
     sampled = row["sampled"]
     if metric == "sampled":
         return float(np.mean(sampled))
@@ -185,14 +190,14 @@ def _samples(rows: Sequence[Row], greedy: _Responses) -> list[Json]:
 
 
 def _first_turns(greedy: _Responses) -> list[Json]:
-    """Tokens of some prompts, and of what the policy answered until anything else spoke."""
-    on = greedy.batch[:TURNS_KEPT].batch
-    answered = on["response_mask"].cumprod(-1).sum(-1).int().tolist()
+    """Token ids of the first prompts and of the policy's first turn."""
+    tensors = greedy.batch[:TURNS_KEPT].batch
+    first_turn_B = tensors["response_mask"].cumprod(-1).sum(-1).int().tolist()
     return [
-        # The prompt that was used: an environment may have spoken before the first turn.
+        # The prompt as used in the rollout: an environment may have added messages before the first turn.
         {"prompt_ids": prompt[:length].tolist(), "response_ids": ids[:first].tolist()}
         for prompt, length, ids, first in zip(
-            on["prompts"], on["prompt_length"].tolist(), on["responses"], answered, strict=True
+            tensors["prompts"], tensors["prompt_length"].tolist(), tensors["responses"], first_turn_B, strict=True
         )
     ]
 
@@ -209,14 +214,15 @@ def _responses(
     seeds = response_seeds([config.trainer.seed, 0, 0], len(prompts))
     batch = roles.rollout.generate_sequences(prompts.union(DataProto.from_dict({}, {"seed": seeds})), temperature)
     texts, results = answer_texts(batch, tokenizer), collect_results(batch, roles.model_scores, tokenizer)
-    lost_B = torch.tensor([status == "failed" for status in batch.non_tensor_batch["status"]])
-    unscored = [r for r, lost in zip(results, lost_B.tolist(), strict=True) if r.score is None and not lost]
+    failed_B = torch.tensor([status == "failed" for status in batch.non_tensor_batch["status"]])
+    unscored = [r for r, failed in zip(results, failed_B.tolist(), strict=True) if r.score is None and not failed]
     if unscored:
         raise TransientError(f"{len(unscored)} held-out responses could not be scored: {unscored[0].detail}")
-    if lost_B.sum() > config.reward.max_failed_share * len(batch):
+    if failed_B.sum() > config.reward.max_failed_share * len(batch):
         raise TransientError(
-            f"{int(lost_B.sum())} of {len(batch)} held-out conversations have failed, more than "
-            f"reward.max_failed_share={config.reward.max_failed_share}: {results[int(lost_B.int().argmax())].detail}"
+            f"{int(failed_B.sum())} of {len(batch)} held-out conversations failed "
+            f"(limit: reward.max_failed_share={config.reward.max_failed_share}): "
+            f"{results[int(failed_B.int().argmax())].detail}"
         )
     score_B = torch.tensor([result.score or 0.0 for result in results])
-    return _Responses(score_B + config.reward.turn_weight * batch.batch["turn_reward"] * ~lost_B, texts, batch)
+    return _Responses(score_B + config.reward.turn_weight * batch.batch["turn_reward"] * ~failed_B, texts, batch)

@@ -1,6 +1,6 @@
-"""Whether a new version becomes champion: a decision out of evaluations, with every check and its figures.
+"""The gate: decides from evaluations whether a new version becomes champion, and records every check.
 
-The candidate must be better than the champion beyond chance, and show that what nobody asked it to learn is not lost.
+The candidate must be significantly better than the champion and must not regress on the guards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ from rl_core.errors import InputError
 from rl_core.evaluation.statistics import chance, paired_bootstrap
 
 Result = Mapping[str, Any]
-"""An evaluation (rl_core/evaluation/evaluate.py), or `{"problem": words}` of one that could not be made."""
+"""An evaluation (rl_core/evaluation/evaluate.py), or `{"problem": message}` if it failed."""
 
 SEED = 0
-"""Of the resampling: the same results give the same decision."""
+"""Seed of the resampling, fixed so that the same results give the same decision."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One condition: what was measured, its interval where it has one, the limit, and the words for people."""
+    """One condition: the measured value, its interval if it has one, the limit, and the text shown to users."""
 
     name: str
     passed: bool
@@ -35,19 +35,19 @@ class Check:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether all checks allow the promotion; the mode says what is done about it."""
+    """Whether all checks passed (`promote`), and the mode, which determines the action taken."""
 
     promote: bool
     mode: Literal["off", "dry_run", "enforce"]
     checks: tuple[Check, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The decision as JSON values."""
+        """Returns the decision as JSON values."""
         return asdict(self) | {"checks": [asdict(check) for check in self.checks]}
 
     @property
     def words(self) -> list[str]:
-        """A line a check, with a mark for those that failed."""
+        """One line per check, marked ✓ (passed) or ✗ (failed)."""
         return [f"{'✓' if check.passed else '✗'} {check.name}: {check.words}" for check in self.checks]
 
 
@@ -58,18 +58,19 @@ def decide(
     config: GateConfig,
     reload: Result | None = None,
 ) -> Decision:
-    """The decision on two evaluations of the same rows with the same settings; raises InputError when they differ.
+    """Compares two evaluations; raises InputError if their rows or settings differ.
 
     Args:
-        champion: None when there is none yet; then the score's floor and the training guards decide.
+        champion: None if there is none yet; then the minimum score, the training guards and the reload test decide.
         training: mean of each training metric over the last steps.
-        reload: what `rl_core.evaluation.reload` found, with the `tolerance`; None when that was not tried.
+        reload: result of `rl_core.evaluation.reload` plus the `tolerance`; None if the reload test did not run.
     """
     if config.mode == "off":
         return Decision(False, "off", ())
     checks = [_floor(candidate, config)]
     if champion is not None and "problem" in champion:
-        checks.append(Check("champion", False, None, None, None, None, f"it has no score here: {champion['problem']}"))
+        text = f"could not be evaluated: {champion['problem']}"
+        checks.append(Check("champion", False, None, None, None, None, text))
     elif champion is not None:
         _check_same(candidate, champion)
         checks += [*_better(candidate, champion, config), *_guards(candidate, champion, config)]
@@ -79,46 +80,45 @@ def decide(
 
 
 def row_scores(result: Result, metric: str, source: str | None = None) -> np.ndarray:
-    """A score a row [N], of one data source or all; the sampled one is the mean over the row's responses."""
+    """One score per row [N], of one data source or all; sampled scores are averaged over the row's responses."""
     rows = [row for row in result["per_row"] if source in (None, row["source"])]
     return np.array([np.mean(row[metric]) for row in rows], dtype=np.float64)
 
 
 def _check_same(candidate: Result, champion: Result) -> None:
-    for key, what in (("data", "held-out rows"), ("settings", "settings of the evaluation")):
+    for key, what in (("data", "held-out rows"), ("settings", "evaluation settings")):
         if candidate[key] != champion[key]:
             raise InputError(
-                f"two evaluations on the same {what}",
-                f"{candidate[key]} and {champion[key]}",
-                "the gate",
-                "evaluate the champion in the run of the candidate",
+                f"two evaluations with the same {what}",
+                f"{candidate[key]} (candidate) and {champion[key]} (champion)",
+                "promotion gate",
+                "evaluate the champion in the candidate's run",
             )
 
 
 def _floor(candidate: Result, config: GateConfig) -> Check:
     score, limit = float(candidate[config.metric]), config.min_score
     low, high = candidate["intervals"][config.metric]
-    words = f"{config.metric} score {score:.3f}, at least {limit:.3f} is asked for"
-    return Check("floor", score >= limit, score, low, high, limit, words)
+    text = f"{config.metric} score {score:.3f} (minimum {limit:.3f})"
+    return Check("floor", score >= limit, score, low, high, limit, text)
 
 
 def _better(candidate: Result, champion: Result, config: GateConfig) -> list[Check]:
-    """The interval shows how much is gained; the exact test also holds where few rows differ, which resampling does
+    """The bootstrap interval measures the gain; the exact test is also valid if few rows differ, the bootstrap is
     not."""
     ours, theirs = row_scores(candidate, config.metric), row_scores(champion, config.metric)
     level, limit = 1 - 2 * config.alpha, config.min_effect
     mean, low, high = paired_bootstrap(ours, theirs, level, SEED)
-    words = (
-        f"{config.metric} score {ours.mean():.3f} against {theirs.mean():.3f} on {len(ours)} rows, {mean:+.3f}; the "
-        f"{level:.0%} interval {low:+.3f} to {high:+.3f} must lie above {limit:+.3f}"
+    scores = f"{config.metric} score {ours.mean():.3f}, champion {theirs.mean():.3f}"
+    gain = (
+        f"{scores} on {len(ours)} rows; difference {mean:+.3f}, {level:.0%} interval {low:+.3f} to {high:+.3f} "
+        f"(minimum {limit:+.3f})"
     )
-    by_chance = chance(ours, theirs, SEED)
-    odds = (
-        f"of equally good models one leads by so much in {by_chance:.1%} of comparisons, {config.alpha:.1%} is allowed"
-    )
+    p_value = chance(ours, theirs, SEED)
+    significance = f"{scores}; p = {p_value:.3f} under equal models (limit {config.alpha:.3f})"
     return [
-        Check("better", low > limit, mean, low, high, limit, words),
-        Check("chance", by_chance <= config.alpha, by_chance, None, None, config.alpha, odds),
+        Check("better", low > limit, mean, low, high, limit, gain),
+        Check("chance", p_value <= config.alpha, p_value, None, None, config.alpha, significance),
     ]
 
 
@@ -126,19 +126,19 @@ def _guards(candidate: Result, champion: Result, config: GateConfig) -> list[Che
     length = float(champion["guards"]["length"])
     longer = None if config.max_length_ratio is None else (config.max_length_ratio - 1) * length
     guards = [
-        ("length", "length", "mean tokens of an answer", 1, longer),
-        ("format", "ended", "share of answers that end by themselves", -1, config.max_format_drop),
-        ("refusal", "refused", "share of answers that refuse", 1, config.max_refusal_rise),
+        ("length", "length", "mean answer length in tokens", 1, longer),
+        ("format", "ended", "share of untruncated answers", -1, config.max_format_drop),
+        ("refusal", "refused", "share of refusals", 1, config.max_refusal_rise),
     ]
     return [
-        _not_worse(name, what, row_scores(candidate, column), row_scores(champion, column), worse, margin, config)
-        for name, column, what, worse, margin in guards
+        _not_worse(name, what, row_scores(candidate, column), row_scores(champion, column), direction, margin, config)
+        for name, column, what, direction, margin in guards
         if margin is not None
     ]
 
 
 def _sources(candidate: Result, champion: Result, config: GateConfig) -> list[Check]:
-    """One check a data source, where there are several."""
+    """One check per data source; none if there is only one source."""
     if config.max_source_drop is None or len(champion["sources"]) < 2:
         return []
     metric, margin = config.metric, config.max_source_drop
@@ -161,19 +161,23 @@ def _not_worse(
     what: str,
     ours: np.ndarray,
     theirs: np.ndarray,
-    worse: int,
+    direction: int,
     margin: float,
     config: GateConfig,
 ) -> Check:
-    """Non-inferiority: the interval's end in the worse direction (1: up) must stay within the margin."""
-    mean, low, high = paired_bootstrap(ours, theirs, 1 - 2 * config.alpha, SEED)
-    limit = worse * margin
-    passed = high <= limit if worse > 0 else low >= limit
-    words = (
-        f"{what} {ours.mean():.3f} against {theirs.mean():.3f}; the difference's interval {low:+.3f} to {high:+.3f} "
-        f"must stay {'below' if worse > 0 else 'above'} {limit:+.3f}"
+    """Non-inferiority test: the interval of the difference must stay within the margin.
+
+    `direction` is 1 if larger values are worse, -1 if smaller ones are.
+    """
+    level = 1 - 2 * config.alpha
+    mean, low, high = paired_bootstrap(ours, theirs, level, SEED)
+    limit = direction * margin
+    passed = high <= limit if direction > 0 else low >= limit
+    text = (
+        f"{what} {ours.mean():.3f}, champion {theirs.mean():.3f}; difference {mean:+.3f}, "
+        f"{level:.0%} interval {low:+.3f} to {high:+.3f} ({'maximum' if direction > 0 else 'minimum'} {limit:+.3f})"
     )
-    return Check(name, passed, mean, low, high, limit, words)
+    return Check(name, passed, mean, low, high, limit, text)
 
 
 def _training(training: Mapping[str, float], config: GateConfig) -> list[Check]:
@@ -183,28 +187,28 @@ def _training(training: Mapping[str, float], config: GateConfig) -> list[Check]:
         ("mismatch", "kl/rollout_k3", config.max_mismatch, True),
     ]
     checks = []
-    for name, metric, limit, below in guards:
+    for name, metric, limit, is_maximum in guards:
         if limit is None:
             continue
         value = training.get(metric)
-        passed = value is not None and (value <= limit if below else value >= limit)
-        seen = "was not measured in this run" if value is None else f"{value:.4g} at the end of training"
-        words = f"{metric} {seen}, {'at most' if below else 'at least'} {limit:.4g} is asked for"
-        checks.append(Check(name, passed, value, None, None, limit, words))
+        passed = value is not None and (value <= limit if is_maximum else value >= limit)
+        measured = f"{metric} was not measured" if value is None else f"mean {metric} of the last steps {value:.4g}"
+        text = f"{measured} ({'maximum' if is_maximum else 'minimum'} {limit:.4g})"
+        checks.append(Check(name, passed, value, None, None, limit, text))
     return checks
 
 
 def _reload(found: Result) -> list[Check]:
-    """The trainer's log-probs of fixed tokens, and greedy answers, each of whose tokens must still be the likeliest.
+    """Checks the log-probs of fixed tokens, and that each token of the greedy answers is still the most likely one.
 
-    Two tokens that are equally likely may change places when each moves by the tolerance.
+    The limit of the greedy gap is twice the tolerance: two log-probs can each shift by the tolerance.
     """
     if "problem" in found:
         return [Check("reload", False, None, None, None, None, f"the version could not be loaded: {found['problem']}")]
     tolerance = float(found["tolerance"])
     limits = [
-        ("log_prob_difference", "log-probs of fixed tokens differ from the trainer's by at most", tolerance),
-        ("greedy_gap", "tokens of its greedy answers are behind the likeliest by at most", 2 * tolerance),
+        ("log_prob_difference", "log-probs differ by at most", tolerance),
+        ("greedy_gap", "greedy gap", 2 * tolerance),
     ]
     return [
         Check(
@@ -214,7 +218,11 @@ def _reload(found: Result) -> list[Check]:
             None,
             None,
             limit,
-            f"{words} {found[key]:.1e}, {limit:.1e} is allowed",
+            f"{what} {_scientific(float(found[key]))} (limit {limit:.1e})",
         )
-        for key, words, limit in limits
+        for key, what, limit in limits
     ]
+
+
+def _scientific(value: float) -> str:
+    return f"{value:.1e}" if value else "0.0"

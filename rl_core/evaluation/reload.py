@@ -1,7 +1,6 @@
-"""The test that a registered version is the policy that was trained: a process that knows nothing of the run loads its
-folder in vLLM and compares.
+"""Reload test: a separate process loads a registered version in vLLM and compares it with the trained policy.
 
-`python -m rl_core.evaluation.reload` reads the question as JSON from its standard input and prints the answer as JSON.
+`python -m rl_core.evaluation.reload` reads a `Question` as JSON from standard input and prints the answer as JSON.
 """
 
 import json
@@ -17,16 +16,16 @@ from typing import Any
 from rl_core.errors import TransientError
 
 MARK = "reload: "
-"""Begins the line of the answer; libraries print others."""
-LAST_WORDS = 300
-"""Characters of what a failed process printed last."""
+"""Prefix of the line with the answer; libraries print to the same stream."""
+OUTPUT_TAIL = 300
+"""Number of trailing characters of a failed process's output included in its error."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the folder must reproduce: log-probs of fixed tokens from the second on, and greedy first turns.
+    """What the folder must reproduce: log-probs of fixed tokens, starting at the second one, and greedy first turns.
 
-    Sequences are cut to `max_length` − 1 tokens, as the engine writes one more.
+    Sequences are truncated to `max_length` − 1 tokens because the engine generates one more.
     """
 
     folder: str
@@ -37,13 +36,14 @@ class Question:
     canary_ids: list[int]
     canary_log_probs: list[float]
     turns: list[dict[str, list[int]]]
-    """`prompt_ids` and `response_ids` of each."""
+    """`prompt_ids` and `response_ids` of each turn."""
 
 
 def reload_test(question: Question, env: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
-    """`log_prob_difference` and `greedy_gap` (nats, the largest of all tokens), or `problem` in words.
+    """Returns `log_prob_difference` and `greedy_gap` (nats, maximum over all tokens), or a message as `problem`.
 
-    `greedy_gap` is how much less likely a token of the recorded greedy answers is than the likeliest one in its place.
+    `greedy_gap` is the difference between the log-prob of the most likely token and that of the recorded greedy token.
+    Raises TransientError if the process is killed by a signal.
     """
     command = [sys.executable, "-m", "rl_core.evaluation.reload"]
     root = str(Path(__file__).parents[2])
@@ -61,17 +61,17 @@ def reload_test(question: Question, env: Mapping[str, str], timeout_s: float) ->
         )
     except subprocess.TimeoutExpired:
         return {"problem": f"no answer within {timeout_s:g} s"}
-    if done.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # by the kernel, say, for want of memory
+    if done.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # such as by the out-of-memory killer
         raise TransientError(f"the process that loads the version was killed (exit code {done.returncode})")
     answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not answers:
-        return {"problem": f"exit code {done.returncode}: {' '.join(done.stdout.split())[-LAST_WORDS:]}"}
+        return {"problem": f"exit code {done.returncode}: {' '.join(done.stdout.split())[-OUTPUT_TAIL:]}"}
     answer: dict[str, Any] = json.loads(answers[-1])
     return answer
 
 
 def answer(question: Question) -> dict[str, float]:
-    """Loads the folder and compares; in the process of its own."""
+    """Loads the folder and compares; runs in a separate process."""
     import numpy as np
     import torch
     from vllm import LLM, SamplingParams
@@ -81,7 +81,7 @@ def answer(question: Question) -> dict[str, float]:
     memory: dict[str, Any] = {"block_size": 32, "kv_cache_memory_bytes": 2**28}
     if on_gpu:
         memory = {"gpu_memory_utilization": question.gpu_memory_utilization}
-    most = question.max_length - 1
+    longest = question.max_length - 1
     llm = LLM(
         question.folder,
         dtype=question.dtype,  # type: ignore[arg-type]
@@ -91,13 +91,13 @@ def answer(question: Question) -> dict[str, float]:
         tensor_parallel_size=question.tensor_parallel_size if on_gpu else 1,
         **memory,
     )
-    turns = [(turn["prompt_ids"] + turn["response_ids"])[:most] for turn in question.turns]
+    turns = [(turn["prompt_ids"] + turn["response_ids"])[:longest] for turn in question.turns]
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
-    sequences = [question.canary_ids[:most], *turns]
+    sequences = [question.canary_ids[:longest], *turns]
     outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in sequences], params, use_tqdm=False)
     tables = [output.prompt_logprobs[1:] for output in outputs if output.prompt_logprobs]
     canary = [table[token].logprob for table, token in zip(tables[0], sequences[0][1:], strict=True) if table]
-    wanted = question.canary_log_probs[: len(canary)]
+    expected = question.canary_log_probs[: len(canary)]
     gaps = [
         max(each.logprob for each in table.values()) - table[token].logprob
         for turn, ids, positions in zip(question.turns, turns, tables[1:], strict=True)
@@ -105,8 +105,8 @@ def answer(question: Question) -> dict[str, float]:
         if table and i >= len(turn["prompt_ids"])
     ]
     return {
-        "log_prob_difference": float(np.abs(np.subtract(canary, wanted)).max()),
-        "greedy_gap": float(np.max([0.0, *gaps])),  # numpy's, which does not pass over NaN
+        "log_prob_difference": float(np.abs(np.subtract(canary, expected)).max()),
+        "greedy_gap": float(np.max([0.0, *gaps])),  # numpy's maximum propagates NaN
     }
 
 

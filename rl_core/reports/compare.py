@@ -1,4 +1,4 @@
-"""Two runs side by side: the settings that differ, scores, and the curves of the metrics that both have."""
+"""Comparison of two runs: differing settings, scores, and curves of the metrics both runs have."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from rl_core.html.page import STYLE, render_page
 from rl_core.reports.report import CHARTS
 
 Row = tuple[str, str, str]
-"""What a line is about, and both runs' values."""
+"""Name of the quantity, and the values of both runs."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one of the runs is; `records` are its ledger's, `scores` its last held-out ones by name."""
+    """One of the two runs: its ledger records and its latest held-out scores by name."""
 
     name: str
     config: RunConfig
@@ -29,18 +29,18 @@ class Side:
 
     @property
     def seconds(self) -> float:
-        """Time of all steps together."""
+        """Total time of all steps."""
         return float(sum(record["metrics"]["time/step"] for record in self.records))
 
 
 def setting_rows(first: Side, second: Side) -> list[Row]:
-    """The settings that differ."""
+    """Settings that differ between the runs."""
     a, b = first.config, second.config
     return [(key, show(ours), show(theirs)) for key, (ours, theirs) in (diff(a, b) | layout_diff(a, b)).items()]
 
 
 def score_rows(first: Side, second: Side) -> list[Row]:
-    """Steps, their time, and the held-out scores."""
+    """Number of steps, their total time, and the held-out scores."""
     names = list(dict.fromkeys([*first.scores, *second.scores]))
     return [
         ("steps", f"{len(first.records)}", f"{len(second.records)}"),
@@ -50,12 +50,12 @@ def score_rows(first: Side, second: Side) -> list[Row]:
 
 
 def metric_rows(first: Side, second: Side) -> list[Row]:
-    """First and last value of each metric of the report's charts that both have."""
+    """First and last value of each metric in the report's charts that both runs have."""
     return [(metric, _ends(a), _ends(b)) for _, _, metric, (a, b) in _common(first, second)]
 
 
 def render_comparison(first: Side, second: Side) -> str:
-    """The page as HTML text, with both runs' curves in one panel a metric."""
+    """Renders the page as HTML, with one panel per metric showing the curves of both runs."""
     with matplotlib.rc_context(STYLE):
         charts = [
             panel(title, text, lines, False, " · ".join(short(line.first_and_last[1]) for line in lines))
@@ -63,8 +63,8 @@ def render_comparison(first: Side, second: Side) -> str:
         ]
     settings = setting_rows(first, second)
     tables = [
-        ("Settings that differ", "" if settings else "None: both runs have the same.", settings),
-        ("Scores", "Of held-out rows, after the last step that was evaluated.", score_rows(first, second)),
+        ("Settings that differ", "" if settings else "None: both runs use the same settings.", settings),
+        ("Scores", "On held-out rows, at the last evaluated step.", score_rows(first, second)),
     ]
     return render_page(
         "compare.html.j2",
@@ -75,7 +75,7 @@ def render_comparison(first: Side, second: Side) -> str:
 
 
 def _common(first: Side, second: Side) -> list[tuple[str, str, str, tuple[Line, Line]]]:
-    """Title, text, metric and both lines of each metric that both runs have."""
+    """Title, text, metric and the two lines of each metric that both runs have."""
     found = []
     for chart in CHARTS:
         for metric, label in chart.series:

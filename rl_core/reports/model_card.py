@@ -1,4 +1,4 @@
-"""The model card, README.md of an exported folder as the Hugging Face Hub reads it, and the identity of an export."""
+"""The model card of an exported folder (README.md in the Hugging Face Hub's format), and the hash of an export."""
 
 import hashlib
 import json
@@ -26,12 +26,12 @@ SCORES = ("greedy", "sampled", "pass_at_k", "maj_at_k")
 
 
 def weights_hash(manifest: Json) -> str:
-    """Identity of an exported model, sha256: what is in its files, whatever its card says and whichever run made it."""
+    """sha256 over an exported model's files, excluding card and manifest, so that it does not depend on the run."""
     return _digest((file["path"], file["sha256"]) for file in manifest["files"])
 
 
 def folder_hash(folder: Path) -> str:
-    """`weights_hash` of a model folder, read from its files; hidden ones do not count."""
+    """`weights_hash` of a model folder, computed from its files; hidden files are ignored."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     return _digest((path.relative_to(folder).as_posix(), _sha256(path)) for path in found)
 
@@ -53,15 +53,15 @@ def render_card(
     data: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The card as Markdown with its metadata; texts of rows and settings cannot change what it says.
+    """Renders the card as Markdown with metadata; texts from rows and settings are escaped.
 
     facts: `name` of the registered model, `base`, `step`, `recipe`, `settings` {key: value}, `lineage` {title: text},
         `prompt_length`, `response_length` (tokens), `seed`.
-    before, after: evaluations, with `greedy` and `sampled` and, where they are known, `pass_at_k`, `maj_at_k`, `rows`,
+    before, after: evaluations with `greedy` and `sampled`; optional are `pass_at_k`, `maj_at_k`, `rows`,
         `intervals` {score: [low, high]} and `sources` {name: {greedy, sampled, rows}}.
-    data: what the run's committed rows say of themselves. records: ledger records.
+    data: manifest metadata of the run's committed rows. records: ledger records.
     """
-    # Markdown is not escaped as HTML is: every text goes through `plain`.
+    # jinja2 cannot escape Markdown, so every text goes through `plain`.
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -93,7 +93,7 @@ def render_card(
 
 
 def plain(text: object) -> str:
-    """A text that Markdown shows as it is, in one line."""
+    """Escapes a text for Markdown and joins it into one line."""
     return re.sub(r"([\\`*_{}\[\]<>|#~!&$])", r"\\\1", " ".join(clean(str(text)).split()))
 
 
@@ -115,8 +115,8 @@ def _metadata(facts: Mapping[str, Any], after: Mapping[str, Any], data: Mapping[
 
 def _scores_text(after: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     rows = after.get("rows", data.get("val_rows"))
-    text = f"Means over {rows} held-out prompts: greedy takes the likeliest answer, sampled is the mean of drawn ones."
-    return text + (" Intervals in brackets are of the prompts' choice." if after.get("intervals") else "")
+    text = f"Means over {rows} held-out prompts: greedy decodes the most likely tokens, sampled is the mean of samples."
+    return text + (" Brackets contain 95 % bootstrap intervals over prompts." if after.get("intervals") else "")
 
 
 def _score(result: Mapping[str, Any], name: str) -> str:
@@ -133,7 +133,7 @@ def _data(data: Mapping[str, Any]) -> dict[str, str]:
         "held-out rows": f"{data['val_rows']:,}",
         "rows by source": ", ".join(f"{name} {count:,}" for name, count in data.get("data_sources", {}).items()),
         "dropped": ", ".join(dropped) or "none",
-        "files": ", ".join(data.get("files", {})) or "none: the rows are made",
+        "files": ", ".join(data.get("files", {})) or "none: generated rows",
         "hash": data["data_hash"],
     }
 
@@ -147,7 +147,7 @@ def _known(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _curve(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A few steps from the first to the last with their metrics."""
+    """Metrics of a few evenly spaced steps, including the first and the last."""
     last, count = len(records) - 1, min(CURVE_ROWS, len(records))
     chosen = [records[round(i * last / max(count - 1, 1))] for i in range(count)]
     return [

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML page that needs nothing else, with curves, samples and settings for people to read."""
+"""The report of a run: one self-contained HTML page with scores, curves, samples and settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel: its title, what it tells, and (metric, name in the legend) of each line."""
+    """A panel: its title, a description, and (metric, legend label) of each line."""
 
     title: str
     text: str
@@ -36,31 +36,31 @@ class Chart:
 CHARTS = (
     Chart(
         "Score and reward",
-        "Means of a step's responses; the reward is the score less the penalties of length and KL.",
+        "Mean over the responses of a step; reward = score − length and KL penalties.",
         (("score/mean", "score"), ("reward/mean", "reward")),
         wide=True,
     ),
     Chart(
-        "Mismatch of rollout and trainer",
-        "KL of the two on the same weights, nats per token; near 0 is healthy.",
+        "Rollout–trainer mismatch",
+        "KL between engine and trainer on the same weights, nats per token; healthy near 0.",
         (("kl/rollout_k3", "k3"), ("kl/rollout_k1", "k1")),
     ),
-    Chart("KL to the reference", "How far the policy has moved, nats per token.", (("kl/ref", ""),)),
-    Chart("Entropy", "Spread of the policy's choices, nats per token.", (("actor/entropy", ""),)),
-    Chart("Response length", "Mean over a step's responses, tokens.", (("response_length/mean", ""),)),
+    Chart("KL to the reference", "Distance of the policy from the reference, nats per token.", (("kl/ref", ""),)),
+    Chart("Entropy", "Entropy of the policy, nats per token.", (("actor/entropy", ""),)),
+    Chart("Response length", "Mean over the responses of a step, tokens.", (("response_length/mean", ""),)),
     Chart(
         "Turns and calls",
-        "Means of a step's conversations: turns of the policy, calls of tools and answers of the environment.",
+        "Mean over the conversations of a step: policy turns, and calls of tools and environment.",
         (("turns/mean", "turns"), ("tools/calls_mean", "calls")),
     ),
     Chart(
         "Failures",
-        "Shares: calls that ended in an error, conversations that failed.",
+        "Share of calls that returned an error, and of conversations that failed.",
         (("tools/failed_share", "calls"), ("rollout/failed_share", "conversations")),
     ),
     Chart("Gradient norm", "Global L2 norm before clipping.", (("actor/grad_norm", ""),)),
-    Chart("Learning rate", "Of the policy's optimizer.", (("actor/lr", ""),)),
-    Chart("Throughput", "Tokens of a step over its time, tokens per second.", (("perf/tokens_per_s", ""),)),
+    Chart("Learning rate", "Learning rate of the policy's optimizer.", (("actor/lr", ""),)),
+    Chart("Throughput", "Tokens of a step divided by its time, tokens per second.", (("perf/tokens_per_s", ""),)),
 )
 
 
@@ -72,7 +72,7 @@ def render_report(
     scoring: Sequence[Mapping[str, Any]] = (),
     notes: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """The page as HTML text; what is missing in the arguments is left out of it.
+    """Renders the page as HTML; sections without data are omitted.
 
     run: facts by name (`name recipe model steps started mlflow_run config_hash data_hash model_version alias`),
         `seconds` (float), `versions` (package → version) and `config`: (key, value, origin) of each value that
@@ -80,12 +80,12 @@ def render_report(
     records: ledger records, {"step": int, "metrics": {name: number}}.
     samples: {"prompt", "ground_truth", "answer_before", "answer_after": str, "score_before", "score_after": 0 to 1}.
     summary: `greedy_before greedy_after sampled_before sampled_after`, scores.
-    scoring: what `scoring_rows` gives.
-    notes: time and text of what happened to the run.
+    scoring: rows of `scoring_rows`.
+    notes: time and text of each warning of the run.
     """
     with matplotlib.rc_context(STYLE):
         charts = [panel for chart in CHARTS if (panel := _line_panel(chart, records))]
-        # The last panel is as wide as it takes to leave no hole in the two columns.
+        # The last panel is wide if it would otherwise leave a gap in the two columns.
         half = sum(not panel["wide"] for panel in charts)
         if phases := _phase_panel(records, wide=half % 2 == 0):
             charts.append(phases)
@@ -104,10 +104,10 @@ def render_report(
 
 
 def scoring_rows(rollouts: Sequence[bytes], where: str) -> list[dict[str, Any]]:
-    """How responses of some steps were scored: `data_source`, `responses`, `seconds_mean`, `seconds_max` and `failed`
-    (count by status) of each source.
+    """Scoring statistics by data source over some steps: `data_source`, `responses`, `seconds_mean`, `seconds_max` and
+    `failed` (count by status).
 
-    `rollouts` are the steps' parquets. Raises InputError when one is damaged or lacks a column.
+    `rollouts` are the parquet files of the steps. Raises InputError if one is damaged or lacks a column.
     """
     columns = ["data_source", "score_status", "score_seconds"]
     tables = [rollout_table(data, columns, where).select(columns) for data in rollouts]
@@ -134,13 +134,16 @@ def scoring_rows(rollouts: Sequence[bytes], where: str) -> list[dict[str, Any]]:
 
 
 def _headline(summary: Mapping[str, float | None]) -> list[dict[str, str]]:
-    """Before, after and gain of each kind of score, as words."""
+    """Before, after and gain of each kind of score, as text."""
     tiles = []
-    for kind, text in (("greedy", "the most likely answer to each held-out prompt"), ("sampled", "sampled answers")):
+    for kind, text in (
+        ("greedy", "greedy answers to the held-out prompts"),
+        ("sampled", "sampled answers to the held-out prompts"),
+    ):
         before, after = summary.get(f"{kind}_before"), summary.get(f"{kind}_after")
         if after is None:
             continue
-        share = _is_share(after) and (before is None or _is_share(before))  # one unit for both
+        share = _is_share(after) and (before is None or _is_share(before))  # use the same unit for both
         shown = _score if share else "{:.3f}".format
         tile = {"title": f"{kind.capitalize()} score", "text": text, "after": shown(after), "before": "", "gain": ""}
         if before is not None:
@@ -161,7 +164,7 @@ def _score(score: float) -> str:
 
 
 def _facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Title and text of each fact that is known."""
+    """Title and text of each known fact."""
     known = dict(run)
     if "seconds" in run:
         known["time"] = duration(run["seconds"])
@@ -171,7 +174,7 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts made safe to look at and, for before and after, the score in words with its colour class."""
+    """Cleaned texts and, for before and after, a mark for the score with its colour class."""
     shown: dict[str, Any] = {"prompt": clean(str(sample["prompt"])), "truth": clean(str(sample["ground_truth"]))}
     for when in ("before", "after"):
         answer, score = sample.get(f"answer_{when}"), sample.get(f"score_{when}")
@@ -183,7 +186,7 @@ def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line_panel(chart: Chart, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The panel of a chart; None when no record has any of the metrics."""
+    """The panel of a chart; None if no record has any of its metrics."""
     lines = [line for metric, label in chart.series if (line := Line.of(records, metric, label))]
     if not lines:
         return None
@@ -191,7 +194,7 @@ def _line_panel(chart: Chart, records: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _phase_panel(records: Sequence[Mapping[str, Any]], wide: bool) -> dict[str, Any] | None:
-    """Stacked seconds of each phase of a step; the smallest phases beyond eight are one."""
+    """Stacked seconds per phase of a step; beyond eight phases, the smallest are combined as `other`."""
     names = dict.fromkeys(name for record in records for name in record["metrics"] if name.startswith("time/"))
     phases = {n.removeprefix("time/"): np.nan_to_num(column(records, n)) for n in names if n != "time/step"}
     if not phases:
@@ -203,10 +206,10 @@ def _phase_panel(records: Sequence[Mapping[str, Any]], wide: bool) -> dict[str, 
     figure, axes = axes_of(wide, steps)
     axes.stackplot(steps, *[thin(v) for v in phases.values()], colors=COLOURS, alpha=0.85, linewidth=0)
     total = np.sum(list(phases.values()), axis=0)
-    # One slow step (the first compiles) would flatten all the others.
+    # A single slow step (the first one compiles) would flatten the rest of the chart.
     axes.set_ylim(0, min(thin(total).max(), 2 * np.median(total)) * 1.08 or 1.0)
     return {
-        "title": "Time per phase", "text": "Seconds of a step, stacked; what is far above the rest is cut off.",
+        "title": "Time per phase", "text": "Stacked seconds per step; outliers are cut off.",
         "wide": wide, "legend": [(name.replace("_", " "), i) for i, name in enumerate(phases)],
         "ends": f"median {duration(float(np.median(total)))} per step",
         "svg": to_svg(figure, "Time per phase"),

@@ -1,4 +1,4 @@
-"""Trajectories of a committed step as a person reads them: turns, calls, rewards."""
+"""Trajectories of a committed step as text: turns, calls and rewards."""
 
 import json
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ NEEDED = (
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy read since its turn before, what it sampled then, and the calls that it made.
+    """One turn of the policy: the text it read since its previous turn, the text it sampled, and its calls.
 
-    Tokens are counts and `log_prob` is the mean in nats, by the actor before its update; None where there are no
-    tokens. `advantage` is the mean of the tokens that train, None without any.
+    `read_tokens` and `tokens` are counts. `log_prob` is the mean in nats under the actor before its update, None if the
+    turn has no tokens. `advantage` is the mean over trained tokens, None without any.
     """
 
     read: str
@@ -39,10 +39,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A trajectory: the row `position` of a step's rollouts, which answers the row `row` of the data.
+    """A trajectory: row `position` of a step's rollouts, in response to row `row` of the data.
 
-    `answer` is the last turn, which is what a scorer reads; `score` is None where none was given. `rewards` are sums
-    over all tokens.
+    `answer` is the last turn, the text that scorers receive; `score` is None if the response was not scored. `rewards`
+    are sums over all tokens.
     """
 
     position: int
@@ -60,9 +60,9 @@ class Transcript:
 
 
 def transcripts(data: bytes, count: int, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Transcript]:
-    """`count` trajectories of a step's parquet, or all there are, from the best score to the worst.
+    """Up to `count` trajectories of a step's parquet file, ordered from the best score to the worst.
 
-    Raises InputError when the parquet is damaged or lacks a column.
+    Raises InputError if the file is damaged or lacks a column.
     """
     table = rollout_table(data, NEEDED, where)
     positions = spread(table, count)
@@ -71,7 +71,7 @@ def transcripts(data: bytes, count: int, tokenizer: PreTrainedTokenizerBase, whe
 
 
 def spread(table: pa.Table, count: int) -> list[int]:
-    """Positions of the best score, the worst, and others evenly spaced between; rows without a score rank last."""
+    """Positions of the best, the worst, and evenly spaced scores between them; unscored rows rank last."""
     score = [sum(row) for row in table["token_level_scores"].to_pylist()]
     scored = table["scored"].to_pylist()
     order = sorted(range(len(score)), key=lambda position: (not scored[position], -score[position], position))
@@ -81,7 +81,7 @@ def spread(table: pa.Table, count: int) -> list[int]:
 
 
 def transcript(position: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Transcript:
-    """A row of a step's parquet as text, with special tokens except in the answer."""
+    """Decodes a row of a step's parquet file; special tokens are kept except in `answer`."""
     rewards = {name: float(sum(row[f"token_level_{name}"])) for name in ("scores", "shaped", "rewards")}
     named = {name.removeprefix(NAMED): value for name, value in row.items() if name.startswith(NAMED)}
     last_turn = slice(*_sampled_spans(row["version"])[-1]) if row["version"] else slice(0)
@@ -127,7 +127,7 @@ def _turns(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Turn
 def _sampled_spans(version: list[int]) -> list[tuple[int, int]]:
     """Start and end of each turn's tokens; a last turn that failed before its first token is empty.
 
-    The version tells, not the mask: that is 0 on trajectories that do not train.
+    Uses the weights version because the mask is 0 on trajectories that are not trained.
     """
     spans, end = [], 0
     for sampled, group in groupby(version, key=lambda each: each >= 0):

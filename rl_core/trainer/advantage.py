@@ -11,7 +11,7 @@ from rl_core.trainer.scoring import NAMED
 
 
 def apply_correction_and_kl(batch: DataProto, config: RunConfig, controller: KLController) -> tuple[DataProto, Metrics]:
-    """Rollout correction, then the rewards that advantages come from; what both did, as metrics."""
+    """Applies `apply_rollout_correction`, then `apply_kl`; returns the batch and the metrics of both."""
     batch, metrics = apply_rollout_correction(batch, config.correction)
     batch, kl_metrics = apply_kl(batch, config.algorithm.kl_in_reward_type, controller.coef)
     if config.algorithm.kl_in_reward_coef:
@@ -20,12 +20,13 @@ def apply_correction_and_kl(batch: DataProto, config: RunConfig, controller: KLC
 
 
 def apply_rollout_correction(batch: DataProto, config: CorrectionConfig) -> tuple[DataProto, Metrics]:
-    """Adds the rollout correction's `weights` [B, R] and takes rejected tokens out of `response_mask`.
+    """Corrects for the mismatch between rollout engine and trainer; returns the batch and metrics.
 
-    The mask before any rejection stays as `sampled_mask`.
+    Reads `old_log_probs`, `rollout_log_probs` and `response_mask` [B, R]. Importance weighting adds `weights` [B, R].
+    Rejection zeroes tokens in `response_mask` and stores the original mask as `sampled_mask` [B, R].
     """
     if config.reject == config.weights == "none":
-        return batch, {}  # the engine may not have been asked for its log-probs
+        return batch, {}  # the engine's log-probs may be missing
     tensors, metrics = dict(batch.batch), {}
     old_BR, rollout_BR, mask_BR = (tensors[n] for n in ("old_log_probs", "rollout_log_probs", "response_mask"))
     if config.reject != "none":
@@ -46,7 +47,11 @@ def apply_rollout_correction(batch: DataProto, config: CorrectionConfig) -> tupl
 
 
 def apply_kl(batch: DataProto, kind: str, coef: float) -> tuple[DataProto, Metrics]:
-    """Adds `token_level_rewards`: the shaped scores less `coef` times the per-token KL against the reference."""
+    """Adds `token_level_rewards` [B, R] = `token_level_shaped` − `coef` · KL to the reference per token.
+
+    Reads `token_level_shaped` and, if `ref_log_prob` exists, `old_log_probs`, `ref_log_prob` and `response_mask`, all
+    [B, R]. Without `ref_log_prob` the rewards equal `token_level_shaped`. `kind` is the KL estimator.
+    """
     rewards_BR, metrics = batch.batch["token_level_shaped"], {}
     if "ref_log_prob" in batch.batch:
         mask_BR, old_BR, ref_BR = (batch.batch[n] for n in ("response_mask", "old_log_probs", "ref_log_prob"))
@@ -57,7 +62,12 @@ def apply_kl(batch: DataProto, kind: str, coef: float) -> tuple[DataProto, Metri
 
 
 def compute_advantages(batch: DataProto, config: RunConfig) -> DataProto:
-    """Adds `advantages` and `returns` [B, R] by the configured estimator."""
+    """Adds `advantages` and `returns` [B, R] by the configured estimator.
+
+    Reads `token_level_rewards`, `response_mask`, `old_log_probs` and `sum_pi_squared` [B, R] and the groups in `uid`
+    [B]; depending on the estimator also `values` [B, R], `greedy_reward_B` [B] or the `reward_named/…` columns [B].
+    Raises InputError if the estimator needs a column that the batch lacks.
+    """
     tensors, algorithm = batch.batch, config.algorithm
     entry = ESTIMATORS.resolve(algorithm.estimator)
     weights = dict(pair.split("=") for pair in algorithm.reward_weights)
@@ -75,10 +85,10 @@ def compute_advantages(batch: DataProto, config: RunConfig) -> DataProto:
     absent = [name for name in entry.needs if pool.get(name) is None]
     if absent:
         raise InputError(
-            f"an estimator that needs no more than what there is: {', '.join(sorted(pool.keys() - absent))}",
-            f"one that needs {', '.join(absent)}",
+            f"an estimator that needs only the available inputs: {', '.join(sorted(pool.keys() - absent))}",
+            f"an estimator that also needs {', '.join(absent)}",
             f"algorithm.estimator={algorithm.estimator}",
-            "choose another one; named_rewards come from a scorer that returns a dict, values_BR with gae only",
+            "choose another estimator; named_rewards need a scorer that returns a dict, values_BR need gae",
         )
     group_B = group_index(list(batch.non_tensor_batch["uid"]))
     advantages_BR, returns_BR = entry.function(

@@ -1,4 +1,4 @@
-"""A step's rows on the driver: prompts with their seeds, the order over ranks, and the rows that the update uses."""
+"""Rows of a step on the driver: prompts with seeds, the order over ranks, and the rows used by the update."""
 
 import numpy as np
 import torch
@@ -9,14 +9,14 @@ from rl_core.data.balance import balanced_parts
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 
-# Random stream of policy filtering; no attempt of dynamic sampling uses it.
 PF_PPO_STREAM = 1_000_000
+"""Random stream of policy filtering; above every attempt number of dynamic sampling."""
 
 
 def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step: int, attempt: int = 0) -> DataProto:
-    """The rows' prompts, each `rollout.n` times, with a `uid` per prompt and a sampling `seed` per response.
+    """Each row's prompt `rollout.n` times: columns `prompt_ids`, `row`, `uid` (per prompt) and `seed` (per response).
 
-    Seeds depend on run seed, step, attempt (of dynamic sampling) and position only, so a repeated step draws the same
+    Seeds depend only on run seed, step, attempt (of dynamic sampling) and position, so a repeated step samples the same
     responses.
     """
     chosen = [rows[i] for i in indices]
@@ -34,13 +34,13 @@ def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step:
 
 
 def response_seeds(origin: list[int], count: int) -> list[int]:
-    """One sampling seed a response, from the numbers that name its batch."""
+    """One sampling seed per response, derived from the numbers that identify the batch."""
     seeds: list[int] = np.random.SeedSequence(origin).generate_state(count).tolist()
     return seeds
 
 
 def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:
-    """Row order in which every rank's share holds its part of each mini-batch, of about equal token sums."""
+    """Row order in which each rank's share contains its part of every mini-batch, with about equal token counts."""
     length_B = (batch.batch["prompt_length"] + batch.batch["response_length"]).tolist()
     world, per_mini = config.data_parallel_size, config.mini_batch_size * config.rollout.n
     if world == 1:
@@ -54,22 +54,25 @@ def balanced_order(batch: DataProto, config: RunConfig) -> list[int]:
 
 
 def policy_filter(batch: DataProto, config: RunConfig, step: int) -> DataProto:
-    """The rows drawn again as policy-filtered PPO asks for; the batch itself where it is off."""
+    """Resamples the rows by score for policy-filtered PPO (`algorithm.pf_ppo`); returns the batch unchanged if off.
+
+    Reads `token_level_scores`, `response_mask` or `sampled_mask` [B, R], and `scored` [B].
+    """
     algorithm = config.algorithm
     if algorithm.pf_ppo == "none":
         return batch
     score_B, scored_B = batch.batch["token_level_scores"].sum(-1), batch.batch["scored"]
-    # Nor one whose prompt has no baseline; one that the correction rejected is as good as it was.
+    # Also exclude responses whose prompt has no greedy baseline; tokens rejected by the correction still count.
     scored_B = scored_B & (batch.batch.get("sampled_mask", batch.batch["response_mask"]) > 0).any(-1)
     if not scored_B.any():
         return batch
-    weight_B = torch.zeros_like(score_B)  # a response without a score is not drawn
+    weight_B = torch.zeros_like(score_B)  # unscored responses are never drawn
     weight_B[scored_B] = pf_ppo_weights(score_B[scored_B], algorithm.pf_ppo, algorithm.pf_ppo_power)
     seed = response_seeds([config.trainer.seed, step, PF_PPO_STREAM], 1)[0]
     return batch[resample(weight_B, torch.Generator().manual_seed(seed))]
 
 
 def training_rows(batch: DataProto, config: RunConfig, step: int) -> DataProto:
-    """The step's rows as the workers train on them: after policy filtering, one group's share behind the other's."""
+    """The step's rows as the workers train on them: policy-filtered, and ordered by data-parallel group."""
     batch = policy_filter(batch, config, step)
     return batch.reorder(balanced_order(batch, config))

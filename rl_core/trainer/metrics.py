@@ -1,4 +1,4 @@
-"""What a step is described by: its batch in numbers, and the time of its phases."""
+"""Metrics of a step: statistics of its batch, and the time of its phases."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +14,14 @@ from rl_core.data.protocol import DataProto, Metrics
 
 
 class Phases:
-    """Wall time of the phases of one step, in seconds, and the tokens that some of them worked on."""
+    """Wall time in seconds of the phases of one step, and the tokens processed by some of them.
+
+    The trainer's phases are `rollout`, `score`, `log_prob`, `advantage`, `update`, `push` and `commit`; `rollout` and
+    `update` count tokens.
+    """
 
     def __init__(self, on_begin: Callable[[str], None] = lambda name: None) -> None:
-        """`on_begin` gets the name of each phase as it begins."""
+        """`on_begin` receives the name of each phase as it begins."""
         self.on_begin = on_begin
         self.seconds: dict[str, float] = {}
         self.tokens: dict[str, float] = {}
@@ -31,11 +35,11 @@ class Phases:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def count(self, name: str, tokens: float) -> None:
-        """Adds to the tokens of phase `name`."""
+        """Adds to the token count of phase `name`."""
         self.tokens[name] = self.tokens.get(name, 0.0) + tokens
 
     def metrics(self, tokens: float) -> Metrics:
-        """`time/<phase>`, `time/step`, and tokens per second of the whole step and of the phases that count them."""
+        """`time/<phase>`, `time/step`, and tokens per second of the step and of the phases that count tokens."""
         total = sum(self.seconds.values())
         return {
             **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
@@ -46,7 +50,7 @@ class Phases:
 
 
 def spread(name: str, values: Tensor) -> Metrics:
-    """Mean, largest and smallest of a vector; nothing for an empty one."""
+    """Mean, maximum and minimum of a vector; empty for an empty vector."""
     if not len(values):
         return {}
     return {
@@ -92,7 +96,7 @@ def batch_metrics(batch: DataProto, multi_turn: bool) -> Metrics:
 
 
 def conversation_metrics(batch: DataProto) -> Metrics:
-    """Turns, what tools and environment were asked and gave, and the share of trajectories that failed."""
+    """Turns, calls of tools and environment with their rewards, and the share of failed trajectories."""
     calls = [call for row in batch.non_tensor_batch["calls"] for call in row]
     return {
         **spread("turns", batch.batch["turns"].float()),
@@ -105,9 +109,9 @@ def conversation_metrics(batch: DataProto) -> Metrics:
 
 
 def value_metrics(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> Metrics:
-    """Mean value and the share of the returns' variance that the critic explains."""
-    on = mask_BR > 0
-    values, returns = values_BR[on], returns_BR[on]
+    """Mean return, and the share of the returns' variance explained by the critic."""
+    trained_BR = mask_BR > 0
+    values, returns = values_BR[trained_BR], returns_BR[trained_BR]
     variance = returns.var(unbiased=False) if len(returns) else torch.tensor(0.0)
     explained = 1.0 - ((returns - values).var(unbiased=False) / variance) if variance > 1e-8 else torch.tensor(0.0)
     return {

@@ -1,7 +1,7 @@
-"""A committed step again: advantages and loss from its rollouts, by the functions that training uses.
+"""Replay of a committed step: recomputes advantages and loss from its rollouts, with the functions of training.
 
-A batch here is what `rollout_file.rollout_parquet` wrote: all responses of the step in the order of its prompts, with
-what the step computed from them. Nothing is written, and no model is needed.
+The batch is read from the file of `rollout_file.rollout_parquet`: all responses of the step in the order of its
+prompts, with the columns computed from them. Nothing is written, and no model is needed.
 """
 
 import json
@@ -25,17 +25,16 @@ from rl_core.trainer.scoring import NAMED, apply_overlong_penalty
 from rl_core.training.losses import policy_loss, select_tokens
 
 NEEDED = ("uid", "prompt_ids", "responses", "response_mask", "scored", "entropy", "sum_pi_squared")
-# Made again from the other columns.
 DERIVED = ("token_level_shaped", "token_level_rewards", "weights", "advantages", "returns")
+"""Columns recomputed from the others."""
 TOLERANCE = 1e-6
-# Trainer and replay sum in another order; where training computes in bfloat16, its log-probs in the update are also
-# rounded otherwise than those before it.
+# Trainer and replay sum in different orders; with bfloat16, log-probs in the update also round differently than before.
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A quantity as it was trained and as it is replayed: both means, and the largest difference of two values."""
+    """A quantity in training and in replay: both means, and the largest difference between two values."""
 
     quantity: str
     trained: float
@@ -45,12 +44,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether no value differs by more than the tolerance; what is not finite is never equal."""
+        """Whether no value differs by more than the tolerance; non-finite differences are never equal."""
         return self.difference <= self.tolerance
 
 
 def load_batch(data: bytes, config: RunConfig, where: str) -> DataProto:
-    """The padded view of a step's parquet; raises InputError when it is damaged or lacks a column."""
+    """Reads a step's parquet file as a padded batch; raises InputError if it is damaged or lacks a column."""
     table = rollout_table(data, NEEDED, where)
     tensors: dict[str, Tensor] = {}
     arrays: dict[str, list[Any]] = {}
@@ -77,11 +76,11 @@ def _padded(rows: list[list[float]], width: int, dtype: torch.dtype) -> Tensor:
 
 
 def check_recorded(batch: DataProto, config: RunConfig, where: str) -> None:
-    """InputError when the config needs what the step did not record."""
+    """Raises InputError if the config needs a column that the step did not record."""
     estimator, tensors = config.algorithm.estimator, batch.batch
     needs, setting = ESTIMATORS.resolve(estimator).needs, f"algorithm.estimator={estimator}"
     checks = [
-        ("values_BR" in needs, "values", "values of a critic", setting),
+        ("values_BR" in needs, "values", "values of the critic", setting),
         ("greedy_reward_B" in needs, "greedy_reward_B", "rewards of greedy responses", setting),
         (
             config.correction.weights != "none" or config.correction.reject != "none",
@@ -97,20 +96,21 @@ def check_recorded(batch: DataProto, config: RunConfig, where: str) -> None:
             "actor.kl_loss_coef or algorithm.kl_in_reward_coef above 0",
         ),
     ]
-    for needed, column, words, setting in checks:
+    for needed, column, what, setting in checks:
         if needed and not any(name.startswith(column) for name in tensors):
             raise InputError(
-                f"{words}, which {setting} needs",
-                "the step recorded none",
+                f"{what}, required by {setting}",
+                "none recorded by the step",
                 where,
-                "choose a setting that needs none, or replay a run that was trained with it",
+                "choose a setting that does not need them, or replay a run trained with this one",
             )
 
 
 def replay(batch: DataProto, config: RunConfig, kl_coef: float, step: int) -> tuple[DataProto, float]:
-    """The batch with rewards, weights, advantages and returns by this config, and the loss of its first mini-batch.
+    """Recomputes rewards, weights, advantages and returns with this config; returns the batch and the loss of its first
+    mini-batch.
 
-    `kl_coef` is the weight of the KL in the reward at that step.
+    `kl_coef` is the coefficient of the KL in the reward at that step.
     """
     algorithm = config.algorithm
     tensors = {name: tensor for name, tensor in batch.batch.items() if name not in DERIVED}
@@ -124,7 +124,7 @@ def replay(batch: DataProto, config: RunConfig, kl_coef: float, step: int) -> tu
 
 @torch.no_grad()
 def first_loss(batch: DataProto, config: RunConfig, step: int) -> float:
-    """Policy loss of the step's first mini-batch, before any update: there the policy is still the old one."""
+    """Policy loss of the step's first mini-batch, before any update, when the policy still equals the old one."""
     minis = config.data.train_batch_size // config.mini_batch_size
     shares = training_rows(batch, config, step).chunk(config.data_parallel_size)
     mini = DataProto.concat([share.chunk(minis)[0] for share in shares])
@@ -138,25 +138,25 @@ def first_loss(batch: DataProto, config: RunConfig, step: int) -> float:
 
 
 def compare(trained: DataProto, first: float, replayed: DataProto, loss: float, dtype: str) -> list[Comparison]:
-    """Each quantity of the committed step and of its replay; `first` is the first mini-batch's recorded loss.
+    """Compares each quantity of the committed step with its replay.
 
-    Values are compared on all tokens, their means are those of the tokens that train.
+    `first` is the recorded loss of the first mini-batch. Differences cover all tokens, means only trained tokens.
     """
     names = {
-        "tokens that train": "response_mask",
+        "trained tokens": "response_mask",
         "rewards": "token_level_rewards",
         "correction weights": "weights",
         "advantages": "advantages",
         "returns": "returns",
     }
     rows = []
-    for words, name in names.items():
+    for quantity, name in names.items():
         if name in trained.batch or name in replayed.batch:
             ours, again = (_column(batch, name) for batch in (trained, replayed))
             difference = (ours - again).abs().max().item()
             shown = torch.sum if name == "response_mask" else torch.mean
             means = shown(_on(trained, ours)).item(), shown(_on(replayed, again)).item()
-            rows.append(Comparison(words, *means, difference=difference, tolerance=TOLERANCE))
+            rows.append(Comparison(quantity, *means, difference=difference, tolerance=TOLERANCE))
     tolerance = LOSS_TOLERANCE[dtype] * max(1.0, abs(first))
     return [*rows, Comparison("loss of the first mini-batch", first, loss, abs(first - loss), tolerance)]
 
@@ -166,27 +166,27 @@ def _column(batch: DataProto, name: str) -> Tensor:
 
 
 def _on(batch: DataProto, values_BR: Tensor) -> Tensor:
-    """The values of the tokens that train [N]."""
+    """Values [N] of the trained tokens."""
     return values_BR[batch.batch["response_mask"] > 0]
 
 
 def describe(batch: DataProto, loss: float) -> dict[str, float]:
-    """Statistics of the advantages of the tokens that train, and the loss, by name."""
+    """Statistics of the advantages of trained tokens, and the loss, by name."""
     advantages_BR, mask_BR = batch.batch["advantages"], batch.batch["response_mask"]
     advantage_N = _on(batch, advantages_BR)
     some = advantage_N if len(advantage_N) else torch.zeros(1)
     return {
         "advantages, mean": some.mean().item(),
         "advantages, standard deviation": some.std(unbiased=False).item(),
-        "advantages, least": some.min().item(),
-        "advantages, greatest": some.max().item(),
+        "advantages, minimum": some.min().item(),
+        "advantages, maximum": some.max().item(),
         "responses with advantage 0": ((advantages_BR * mask_BR) == 0).all(-1).float().mean().item(),
         "loss of the first mini-batch": loss,
     }
 
 
 def correlation(trained: DataProto, other: DataProto) -> float:
-    """Correlation of the advantages of the tokens that train in both; NaN where one of them does not vary."""
+    """Correlation of the advantages of tokens trained in both batches; NaN if either is constant."""
     both_BR = (trained.batch["response_mask"] > 0) & (other.batch["response_mask"] > 0)
     pair_2N = torch.stack([batch.batch["advantages"][both_BR] for batch in (trained, other)])
     varies = pair_2N.shape[1] > 1 and bool((pair_2N.std(-1) > 0).all())

@@ -1,4 +1,4 @@
-"""The file `rollouts/step_….parquet`: all trajectories of a step, written when it is committed and read back."""
+"""Writing and reading `rollouts/step_….parquet`, which contains all trajectories of a step."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from rl_core.errors import InputError
 
 
 def rollout_parquet(batch: DataProto) -> bytes:
-    """The step's trajectories as parquet, without padding: all that advantages and losses came from, and these."""
+    """The step's trajectories as parquet, without padding: advantages and all inputs of advantages and losses."""
     prompt_length, length = batch.batch["prompt_length"].tolist(), batch.batch["response_length"].tolist()
     columns: dict[str, Any] = {
         name: batch.non_tensor_batch[name].tolist()
@@ -34,12 +34,12 @@ def rollout_parquet(batch: DataProto) -> bytes:
 
 
 def rollout_table(data: bytes, needed: Sequence[str], where: str) -> pa.Table:
-    """What `rollout_parquet` wrote; raises InputError when it is damaged or lacks a column of `needed`."""
+    """Reads the output of `rollout_parquet`; raises InputError if it is damaged or lacks a column of `needed`."""
     try:
         table = pq.read_table(io.BytesIO(data))
     except (pa.ArrowException, OSError) as error:
         raise InputError(
-            "the rollouts of a step as parquet", str(error), where, "take another step; this file is damaged"
+            "a step's rollouts as a parquet file", str(error), where, "choose another step; this file is damaged"
         ) from error
     missing = [name for name in needed if name not in table.column_names]
     if missing:
@@ -47,6 +47,6 @@ def rollout_table(data: bytes, needed: Sequence[str], where: str) -> pa.Table:
             f"the columns {', '.join(needed)}",
             f"no {', '.join(missing)}",
             where,
-            "take a step of a run that this version trained",
+            "choose a step of a run trained with this version of Rollforward",
         )
     return table

@@ -1,4 +1,4 @@
-"""Rollouts in the order of the data: those under way, and those that wait to be trained on."""
+"""Queue of rollouts in the order of the data: batches in flight, and finished ones not trained yet."""
 
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -16,7 +16,7 @@ STATE_KEY = "upcoming"
 
 
 class BatchKey(TypedDict):
-    """Which batch of which step, and the rows that it was made of."""
+    """Identity of a batch: its step, the attempt of dynamic sampling, and the indices of its rows."""
 
     step: int
     attempt: int
@@ -24,7 +24,7 @@ class BatchKey(TypedDict):
 
 
 class RolloutQueueState(TypedDict):
-    """The position of the loader and the batches that were begun ahead of it."""
+    """Position of the loader, and the batches begun but not trained."""
 
     loader: LoaderState
     ahead: list[BatchKey]
@@ -32,24 +32,24 @@ class RolloutQueueState(TypedDict):
 
 @dataclass
 class PendingBatch:
-    """A batch that was begun: its calls, and once it is there, its rollouts."""
+    """A submitted batch: its calls and, once finished, its rollouts."""
 
     key: BatchKey
     calls: list[Any]
     rollouts: DataProto | None = None
 
     def get(self) -> DataProto:
-        """The rollouts; where the greedy ones are needed, they follow the sampled ones."""
+        """Waits for the rollouts; greedy ones, if needed, follow the sampled ones."""
         if self.rollouts is None:
             self.rollouts = DataProto.concat([call.get() for call in self.calls])
         return self.rollouts
 
 
 class RolloutQueue:
-    """Makes each step's rollouts once, whole groups at a time, in the order in which the loader gives the rows.
+    """Generates each step's rollouts once, in whole groups and in the loader's order of rows.
 
-    What was begun and is not trained yet is part of the state: after a crash it is made again, or, where its rollouts
-    were saved, taken as it is.
+    Batches begun but not trained yet are part of the state: after a crash they are generated again, or restored if
+    their rollouts were saved.
     """
 
     def __init__(self, config: RunConfig, rows: RLHFDataset, loader: StatefulLoader, roles: Roles) -> None:
@@ -59,12 +59,12 @@ class RolloutQueue:
         self._taken: PendingBatch | None = None
 
     def begin(self, step: int, attempt: int = 0) -> None:
-        """Starts the rollouts of a batch, unless they were started before."""
+        """Starts the rollouts of a batch unless they have been started already."""
         if (step, attempt) not in self._begun:
             self._submit({"step": step, "attempt": attempt, "indices": self.loader.next()})
 
     def take(self, step: int, attempt: int = 0) -> tuple[DataProto, DataProto | None]:
-        """The sampled and, where they are needed, the greedy rollouts of a batch, which counts as trained from now."""
+        """Returns the sampled and, if needed, the greedy rollouts of a batch; it counts as trained from now on."""
         self.begin(step, attempt)
         batch = self._begun[step, attempt]
         rollouts = batch.get()
@@ -75,13 +75,13 @@ class RolloutQueue:
         return rollouts[:sampled], rollouts[sampled:] if self.needs_greedy else None
 
     def before_push(self) -> None:
-        """Waits for what is under way, where no response may be of two versions."""
+        """In mode `one_step_off`, waits for batches in flight so that no response mixes two weights versions."""
         if self.config.rollout.mode == "one_step_off":
             for batch in self._begun.values():
                 batch.get()
 
     def saved(self, step: int) -> bytes | None:
-        """The rollouts that a step trains on, waiting for them; None where nothing is made ahead."""
+        """Waits for the rollouts of a step and returns them serialised; None if rollouts are not prefetched."""
         batch = self._begun.get((step, 0), self._taken)
         if batch is None or batch.key["step"] != step or not self.config.max_staleness:
             return None
@@ -89,11 +89,11 @@ class RolloutQueue:
         return rollouts.select(rollouts.columns - self._prompts(batch.key)[0].columns).to_bytes()
 
     def state_dict(self) -> RolloutQueueState:
-        """The loader's position and what was begun and not taken."""
+        """Loader position and the batches begun but not taken."""
         return {"loader": self.loader.state_dict(), "ahead": [batch.key for batch in self._begun.values()]}
 
     def load_state_dict(self, state: RolloutQueueState, saved: bytes | None) -> None:
-        """Goes on at a saved position; `saved` are the rollouts of the first batch ahead. Weights must be served."""
+        """Resumes at a saved position; `saved` are the rollouts of the first batch. The engines must serve weights."""
         self.loader.load_state_dict(state["loader"])
         self._begun.clear()
         for i, key in enumerate(state["ahead"]):
@@ -106,7 +106,7 @@ class RolloutQueue:
                 self._submit(key)
 
     def _prompts(self, key: BatchKey) -> list[DataProto]:
-        """The prompts to sample responses to, and where they are needed, those to answer greedily."""
+        """Prompts of the sampled responses and, if needed, of the greedy ones."""
         sampled = prompt_batch(self.rows, key["indices"], self.config, key["step"], key["attempt"])
         return [sampled, sampled[:: self.config.rollout.n]] if self.needs_greedy else [sampled]
 

@@ -1,4 +1,4 @@
-"""From the loader's prompts to a step's scored responses: rollout, scores, greedy baselines, dynamic sampling."""
+"""Builds a step's scored batch: rollouts, scores, greedy baselines and dynamic sampling."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,17 +14,25 @@ from rl_core.trainer.scoring import align_named_rewards, apply_overlong_penalty,
 
 
 class Sampler:
-    """Makes the batch that a step trains on."""
+    """Builds the batch that a step trains on."""
 
     def __init__(self, config: RunConfig, queue: RolloutQueue, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.queue, self.tokenizer = config, queue, tokenizer
         self.rollout, self.model = queue.roles.rollout, queue.roles.model_scores
 
     def batch(self, step: int, phase: Phases) -> tuple[DataProto, Metrics]:
-        """Scored responses to `data.train_batch_size` prompts, and how they came about.
+        """Returns scored responses to `data.train_batch_size` prompts, and metrics.
 
-        Starts the rollouts of later steps, as far ahead as their staleness may be. With dynamic sampling, groups of
-        equal scores are dropped and refilled from further prompts.
+        Starts the rollouts of later steps, up to the maximum staleness. Dynamic sampling drops groups with equal scores
+        and refills the batch from further prompts.
+
+        The columns are those of the rollouts (docs/architecture.md) without `score` and `named`, plus
+        `token_level_scores` and `token_level_shaped` [B, R], `scored` [B], `score_status` and `score_detail` [B],
+        `reward_named/…` [B] for each named reward, and `greedy_reward_B` [B] if the estimator needs greedy baselines.
+
+        Raises TransientError if more than `reward.max_failed_share` of the responses are unscored, InputError if a
+        named reward that the estimator needs is missing, TrainingError if dynamic sampling finds too few groups or the
+        engines served wrong weights, and errors of the rollouts unchanged.
         """
         for ahead in range(step, min(step + self.config.max_staleness, self.config.trainer.steps) + 1):
             self.queue.begin(ahead)
@@ -41,7 +49,7 @@ class Sampler:
             spread_B = groups_with_spread(
                 batch.batch["token_level_scores"].sum(-1), group_index(list(batch.non_tensor_batch["uid"]))
             )
-            spread_B &= (batch.batch["response_mask"] > 0).any(-1)  # a prompt may have no baseline
+            spread_B &= (batch.batch["response_mask"] > 0).any(-1)  # a prompt may lack a greedy baseline
             spread_B = spread_B.view(-1, self.config.rollout.n).any(1).repeat_interleave(self.config.rollout.n)
             useful.append(batch[spread_B])
             flat.append(batch[~spread_B])
@@ -49,8 +57,8 @@ class Sampler:
         self.rollout.sleep()
         if found < size and self.config.algorithm.when_too_few_groups == "stop":
             raise TrainingError(
-                f"step {step}: {made} generated batches gave {found // self.config.rollout.n} groups with different "
-                f"scores, {size // self.config.rollout.n} are needed: the data are too easy or too hard for the model "
+                f"step {step}: {made} generated batches contain {found // self.config.rollout.n} groups with different "
+                f"scores (minimum {size // self.config.rollout.n}): the data are too easy or too hard for the model "
                 "(algorithm.max_generated_batches, algorithm.when_too_few_groups)"
             )
         generated = DataProto.concat(align_named_rewards([*useful, *flat], self.config))
@@ -78,9 +86,9 @@ class Sampler:
             if greedy is not None:
                 scored = assign_scores(greedy, self.model, self.tokenizer, config, step)
                 reward_B = scored.batch["token_level_scores"].sum(-1).repeat_interleave(config.rollout.n)
-                # A prompt whose greedy response has no score has no baseline, and trains nothing.
-                has_one_B = scored.batch["scored"].repeat_interleave(config.rollout.n)
-                mask_BR = batch.batch["response_mask"] * has_one_B[:, None]
+                # Without a score of the greedy response there is no baseline: mask the prompt's responses.
+                has_baseline_B = scored.batch["scored"].repeat_interleave(config.rollout.n)
+                mask_BR = batch.batch["response_mask"] * has_baseline_B[:, None]
                 added = {"greedy_reward_B": reward_B, "response_mask": mask_BR}
                 batch = DataProto({**batch.batch, **added}, batch.non_tensor_batch)
         return batch
@@ -91,13 +99,12 @@ class Sampler:
         if any(version not in allowed for version in served):
             raise TrainingError(
                 f"step {step} needs rollouts of weights version {step - 1}"
-                + (f", at most {self.config.max_staleness} behind" if self.config.max_staleness else "")
+                + (f" (maximum staleness {self.config.max_staleness})" if self.config.max_staleness else "")
                 + f"; the engine served {', '.join(map(str, served))}"
             )
 
     def _staleness(self, batch: DataProto, step: int) -> Metrics:
-        """By how many steps the weights that sampled the tokens were behind, and how many engines live; nothing where
-        rollouts wait for the step before."""
+        """Staleness of the sampled tokens in steps, live engines and redispatched rows; empty in mode `sync`."""
         if not self.config.max_staleness:
             return {}
         versions = batch.batch["version"][batch.batch["response_mask"] > 0]

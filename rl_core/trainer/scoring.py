@@ -1,4 +1,4 @@
-"""From the results of scorers to the reward columns of a batch."""
+"""Converts the results of scorers to the reward columns of a batch."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,28 +16,35 @@ from rl_core.errors import InputError, TransientError
 from rl_core.rewards.worker import RewardResult
 from rl_core.rollout.scoring import results_of
 
-# Prefix of the columns [B] that hold the named rewards of a scorer.
 NAMED = "reward_named/"
+"""Prefix of the columns [B] with the named rewards of a scorer."""
 
 
 def answer_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The policy's last turn of each response as text, without special tokens."""
+    """Text of the policy's last turn of each response, without special tokens.
+
+    Reads `responses` [B, R], `answer_start` and `response_length` [B].
+    """
     spans = zip(batch.batch["answer_start"].tolist(), batch.batch["response_length"].tolist(), strict=True)
     ids = [row[start:end].tolist() for row, (start, end) in zip(batch.batch["responses"], spans, strict=True)]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 class ModelScores(Protocol):
-    """The reward model's part in the scores of responses."""
+    """Interface of the reward model's contribution to scores."""
 
     def added(self, results: list[RewardResult], rows: list[Row], responses: list[str]) -> list[RewardResult]:
-        """The results with the model's scores; row i belongs to response i."""
+        """Returns the results with the model's scores added; row i belongs to response i."""
 
 
 def collect_results(
     batch: DataProto, model: ModelScores | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[RewardResult]:
-    """A result per row: what its scorers gave as it was rolled out, with what the reward model gives now."""
+    """One result per row: the scorers' result from the rollout plus the reward model's score, computed here.
+
+    Reads `score`, `score_seconds`, `score_status`, `score_detail` and `named` [B] and, with a reward model, `row`,
+    `responses`, `answer_start` and `response_length`.
+    """
     results = results_of(batch)
     if model is None:
         return results
@@ -47,11 +54,12 @@ def collect_results(
 def assign_scores(
     batch: DataProto, model: ModelScores | None, tokenizer: PreTrainedTokenizerBase, config: RunConfig, step: int
 ) -> DataProto:
-    """Makes of `score` and `named`: `token_level_scores` [B, R], the score on each response's last token, `scored` [B],
-    who has one, and a column [B] for each named reward.
+    """Replaces the columns `score` and `named` by `token_level_scores` [B, R] (score on the last token), `scored` [B]
+    bool, `score_status` and `score_detail` [B], and one column `reward_named/…` [B] per named reward.
 
-    A response without a score trains nothing: its mask is 0 and it leaves its group. Raises TransientError when more
-    than `reward.max_failed_share` of them have none.
+    Also reads `turn_reward` and `response_length` [B]. An unscored response is not trained: its `response_mask` [B, R]
+    becomes 0 and its `uid` unique, so that it leaves its group. Raises TransientError if more than
+    `reward.max_failed_share` of the responses are unscored, InputError as `align_named_rewards`.
     """
     results = collect_results(batch, model, tokenizer)
     if config.reward.shuffle_control:
@@ -60,8 +68,8 @@ def assign_scores(
     failed = [result for result in results if result.score is None]
     if len(failed) > config.reward.max_failed_share * len(results):
         raise TransientError(
-            f"step {step}: {len(failed)} of {len(results)} responses could not be scored, more than "
-            f"reward.max_failed_share={config.reward.max_failed_share}; "
+            f"step {step}: {len(failed)} of {len(results)} responses could not be scored "
+            f"(limit: reward.max_failed_share={config.reward.max_failed_share}); "
             f"the first: {failed[0].status}: {failed[0].detail}"
         )
     tensors = batch.batch
@@ -88,9 +96,9 @@ def assign_scores(
 
 
 def _named_rewards(results: list[RewardResult], config: RunConfig) -> dict[str, torch.Tensor]:
-    """A column [B] for each reward that a scorer named; 0 where it is missing.
+    """One column [B] per named reward; 0 where it is missing.
 
-    Raises InputError where the estimator learns from them and one is missing, which would train as a 0.
+    Raises InputError if the estimator uses named rewards and one is missing, since it would be trained as 0.
     """
     scored = [result.named for result in results if result.score is not None]
     names = sorted({name for each in scored for name in each})
@@ -102,17 +110,17 @@ def _check_learned(names: Sequence[str], seen: Sequence[set[str]], config: RunCo
     different = [each for each in seen if each != set(names)]
     if different and "named_rewards" in ESTIMATORS.resolve(config.algorithm.estimator).needs:
         raise InputError(
-            f"the rewards {', '.join(names)} for every response",
-            f"{', '.join(sorted(different[0])) or 'none'} for one of them",
-            f"the scorer (reward.function, or that of the rows' data_source) with {config.algorithm.estimator}",
-            "return all names for every response, 0.0 for what does not apply",
+            f"the named rewards {', '.join(names)} for every response",
+            f"{', '.join(sorted(different[0])) or 'none'} for one response",
+            f"the scorer (reward.function, or the one of the rows' data_source) with {config.algorithm.estimator}",
+            "return all names for every response, with 0.0 for those that do not apply",
         )
 
 
 def align_named_rewards(parts: list[DataProto], config: RunConfig) -> list[DataProto]:
-    """The batches with all columns of named rewards that any of them has; 0 where one is missing.
+    """Adds the columns `reward_named/…` [B] that any of the batches has to all of them; 0 where one is missing.
 
-    Raises InputError where the estimator learns from them and one is missing.
+    Raises InputError if the estimator uses named rewards and one is missing.
     """
     found = [{name.removeprefix(NAMED) for name in part.batch if name.startswith(NAMED)} for part in parts]
     names = sorted(set().union(*found))
@@ -128,16 +136,19 @@ def align_named_rewards(parts: list[DataProto], config: RunConfig) -> list[DataP
 
 
 def _of_other_prompts(results: list[RewardResult], config: RunConfig, step: int) -> list[RewardResult]:
-    """Each prompt's results handed to another prompt's responses."""
-    n = len(results) // config.data.train_batch_size  # 1 for the greedy responses, which go along the same ring
+    """Assigns each prompt's results to another prompt's responses."""
+    n = len(results) // config.data.train_batch_size  # 1 for the greedy responses, which use the same permutation
     ring = np.random.default_rng([config.trainer.seed, step]).permutation(config.data.train_batch_size)
-    # Along a ring every prompt gets another one's; a mere permutation leaves some of them their own.
+    # A cycle moves the results of every prompt; a random permutation can have fixed points.
     giver = dict(zip(ring.tolist(), np.roll(ring, 1).tolist(), strict=True))
     return [results[giver[prompt] * n + i] for prompt in range(len(giver)) for i in range(n)]
 
 
 def apply_overlong_penalty(batch: DataProto, config: RunConfig) -> DataProto:
-    """Adds `token_level_shaped` [B, R]: the scores less the penalty of overlong responses."""
+    """Adds `token_level_shaped` [B, R]: `token_level_scores` plus the (negative) penalty of overlong responses.
+
+    Also reads `response_length` and `scored` [B].
+    """
     algorithm, length_B = config.algorithm, batch.batch["response_length"]
     shaped_BR = batch.batch["token_level_scores"].clone()
     if algorithm.overlong_buffer:

@@ -1,4 +1,4 @@
-"""PPOTrainer: the loop of reinforcement learning on the driver, from prompts to a committed step."""
+"""PPOTrainer: the reinforcement-learning loop on the driver, from prompts to a committed step."""
 
 import time
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ from rl_core.trainer.sampler import Sampler
 
 
 class PPOTrainer:
-    """One run's training: it starts from the last committed step and commits every step that it makes."""
+    """Trains one run: starts from the last committed step, and records every step."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class PPOTrainer:
         roles: Roles,
         observer: RunObserver,
     ) -> None:
-        """`data_hash` identifies the committed `rows`; a checkpoint of other rows is refused."""
+        """`data_hash` identifies the committed `rows`; a checkpoint with other rows is rejected."""
         self.config, self.store, self.roles, self.observer = config, store, roles, observer
         self.ledger = Ledger(store)
         self.checkpointer = Checkpointer(store, roles, config.trainer.keep_checkpoints, observer)
@@ -54,7 +54,7 @@ class PPOTrainer:
         self.step = 0
 
     def start(self, model_path: str) -> None:
-        """Loads the policy and, where there is one, the newest sound checkpoint; ends with the weights pushed."""
+        """Loads the policy and the newest valid checkpoint, if any, then pushes the weights to the engines."""
         updates = self.config.trainer.steps * (self.config.data.train_batch_size // self.config.mini_batch_size)
         self.roles.init_models(model_path, updates)
         self.step = 0
@@ -67,14 +67,20 @@ class PPOTrainer:
             self.queue.load_state_dict(meta[STATE_KEY], self.checkpointer.rollouts(self.step))
 
     def fit(self, until: int) -> None:
-        """Trains up to step `until`, or the one at which it is told to stop; all is committed when this returns."""
+        """Trains up to step `until`, or until the observer requests a stop; all steps are committed on return.
+
+        Raises TransientError for retryable failures (lost or hanging workers, storage, too many unscored responses),
+        TrainingError if training cannot continue (repeated non-finite gradients, too few useful groups, wrong weights
+        in the engines, a failed canary), InputError for a config or scorer that does not fit the batch, and WorkerError
+        for an unexpected exception of a worker.
+        """
         config, roles = self.config, self.roles
         passes = config.actor.ppo_epochs + config.needs_critic * config.critic.ppo_epochs
         last = self.step >= until
         while not last:
             step = self.step + 1
             phase = Phases(partial(self.observer.on_phase, step))
-            # A step whose checkpoint has to hold rollouts that were made ahead is made again with them instead.
+            # With prefetched rollouts, which the checkpoint must contain, the step is repeated instead.
             with nullcontext() if config.max_staleness else self.checkpointer.kept():
                 batch, metrics = self.sampler.batch(step, phase)
             with phase("log_prob"):
@@ -86,7 +92,7 @@ class PPOTrainer:
                     batch = batch.union(roles.actor.compute_ref_log_prob(batch))
                 if values:
                     batch = batch.union(values.get())
-                batch = batch.reorder(order.argsort())  # back: mini-batches must not depend on the number of ranks
+                batch = batch.reorder(order.argsort())  # restore: mini-batches must not depend on the number of ranks
             with phase("advantage"):
                 batch, shaping = apply_correction_and_kl(batch, config, self.kl_controller)
                 batch = compute_advantages(batch, config)
@@ -95,7 +101,7 @@ class PPOTrainer:
                 rows = training_rows(batch, config, step)
             tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
             with phase("commit"):
-                self.checkpointer.finish(self.queue.saved(step))  # the step before, written during the rollouts
+                self.checkpointer.finish(self.queue.saved(step))  # the previous checkpoint, written during the rollouts
             with self.checkpointer.replayable(step, batch, metrics):
                 with phase("update"):
                     critic_update = roles.critic.update_critic.submit(rows) if config.needs_critic else None
@@ -112,7 +118,7 @@ class PPOTrainer:
                 last = step == until or self.observer.should_stop()
                 if last or step % config.trainer.save_every == 0:
                     self.checkpointer.begin(step, self._meta(step))
-            # The record comes before the manifest: it counts once a manifest covers its step.
+            # Written before the manifest; the record counts once a manifest covers its step.
             record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
             self.ledger.write(step, record)
             self.step = step
@@ -124,5 +130,5 @@ class PPOTrainer:
 
 
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:
-    """The metrics under `prefix/`."""
+    """Prefixes each metric's name with `prefix/`."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

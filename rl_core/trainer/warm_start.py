@@ -1,4 +1,4 @@
-"""The supervised start: cross-entropy on the training rows' reference answers, before reinforcement."""
+"""Warm start: supervised training on the rows' reference answers before reinforcement learning."""
 
 import itertools
 import math
@@ -19,8 +19,8 @@ from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.storage import run_files
 from rl_core.storage.store import Store
 
-# Steps whose mean loss decides about an early end; single batches are too noisy.
 RECENT = 10
+"""Steps whose mean loss is compared with `warm_start.stop_loss`; single batches are too noisy."""
 
 
 def warm_start(
@@ -32,9 +32,9 @@ def warm_start(
     chat: ChatTemplate,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Trains the actor, which `Roles.init_warm_start` has loaded, and commits the result as folder `warm_start`.
+    """Trains the actor loaded by `Roles.init_warm_start`, and commits the result as folder `warm_start`.
 
-    `on_step` gets the number of the step and its loss.
+    `on_step` receives the step number and its loss. Raises InputError if a reference answer is too long.
     """
     weights = [source.weight for source in config.data.sources]
     loader = StatefulLoader(rows.sizes, config.warm_start.batch_size, config.trainer.seed, "", weights)
@@ -61,9 +61,9 @@ def supervised_batch(
     chat: ChatTemplate,
     config: RunConfig,
 ) -> DataProto:
-    """Prompts with their reference answers as a batch; what answers the policy's turns has mask 0.
+    """Prompts with their reference answers as a batch; messages of other roles than `assistant` have mask 0.
 
-    Raises InputError for an answer that is too long.
+    Raises InputError if an answer exceeds `data.max_response_length` tokens.
     """
     longest = config.data.max_response_length
     trajectories = []
@@ -74,7 +74,7 @@ def supervised_batch(
         if length > longest:
             raise InputError(
                 f"reference answers of at most {longest} tokens for the warm start",
-                f"one of {length} tokens: {turns[0]['content'][:60]!r}…",
+                f"an answer of {length} tokens: {turns[0]['content'][:60]!r}…",
                 "data.max_response_length",
                 f"set data.max_response_length={length} or warm_start.steps=0",
             )
@@ -84,10 +84,10 @@ def supervised_batch(
 def conversation(
     prompt: list[int], messages: list[Message], tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate
 ) -> Trajectory:
-    """A conversation of which the assistant's messages are the policy's, each with its end token."""
+    """A conversation as a trajectory: assistant messages, each with its end token, count as sampled by the policy."""
     trajectory = Trajectory(prompt, 0)
-    for own, group in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
-        if own:
+    for by_policy, group in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
+        if by_policy:
             for message in group:
                 ids = [*tokenizer.encode(message["content"], add_special_tokens=False), tokenizer.eos_token_id]
                 trajectory.response_ids += ids

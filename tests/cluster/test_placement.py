@@ -133,7 +133,7 @@ def test_places_that_another_run_holds_are_named_with_the_run(cluster: Cluster, 
     told = str(raised.value)
     assert "did not free 1 machine(s) with CPU 2, GPU 2 each within 1 s" in told
     assert "has CPU 0, GPU 0: CPU short by 2, GPU short by 2" in told and "has CPU 1, GPU 0: CPU short by 1" in told
-    assert f"placement groups there: rollforward {run} (trainer)" in told
+    assert f"placement groups in use: rollforward {run} (trainer)" in told
     assert len([table for table in placement_group_table().values() if table["state"] == "CREATED"]) == 1
 
 

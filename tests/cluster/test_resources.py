@@ -54,7 +54,7 @@ def test_a_cluster_that_is_gone_is_an_error_and_not_the_end_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    with pytest.raises(TransientError, match="no Ray answers at 127.0.0.1:9"), ray_session(tmp_path, 1, False):
+    with pytest.raises(TransientError, match="no Ray cluster responds at 127.0.0.1:9"), ray_session(tmp_path, 1, False):
         pass
 
 

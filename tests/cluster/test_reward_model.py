@@ -111,7 +111,7 @@ def test_a_response_that_one_of_them_cannot_score_has_no_score() -> None:
     good, slow, long = both.added(given, [{"prompt": []}] * 3, ["a", "b", "c"])
     assert (good.score, good.named) == (1.0, {"short": 1.0, "model": 2.0})
     assert (slow.score, slow.status) == (None, "timeout") and model.read == ["a", "c"]
-    assert (long.score, long.status) == (None, "non_finite") and "longer than it can read" in long.detail
+    assert (long.score, long.status) == (None, "non_finite") and "exceeds its context length" in long.detail
     assert both.added([slow], [{"prompt": []}], ["b"]) == [slow]
 
 

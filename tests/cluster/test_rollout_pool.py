@@ -155,8 +155,8 @@ def test_an_engine_that_is_killed_loses_nothing_and_comes_back_at_the_next_push(
     assert same_responses(seen, wanted)
     assert pool.engines == 1 and pool.redispatched - sent_again == 160
     assert same_responses(pool.generate_sequences(prompts(80, 4), 1.0), wanted)
-    (note,) = [record.message for record in caplog.records if "is lost" in record.message]
-    assert "rollout engine 0 is lost, 1 go on: rank 0 of RolloutWorker-0 was lost during" in note
+    (note,) = [record.message for record in caplog.records if "lost rollout engine" in record.message]
+    assert "lost rollout engine 0, continuing with 1: rank 0 of RolloutWorker-0 was lost during" in note
     train(roles)
     assert pool.push_weights(5) < TOLERANCE
     assert pool.engines == 2
@@ -187,7 +187,7 @@ def test_a_pool_goes_on_without_engines_that_do_not_start_again_until_none_is_le
             assert pool.push_weights(version) < TOLERANCE
     assert pool.engines == 1
     (note,) = [record.message for record in caplog.records if "start" in record.message]
-    assert note.startswith("rollout engine 0 does not start again: ")
+    assert note.startswith("rollout engine 0 failed to restart: ")
     call = pool.submit(prompts(80, 4), 1.0)
     kill(pool, 1)
     with pytest.raises(TransientError, match="no rollout engine is left; .* was lost during"):

@@ -45,7 +45,7 @@ COMPILED_LOOP = f"""Thread 0x00007f7392bff6c1 (most recent call first):
         (WAITING_LOOP, "is in select (selectors.py:468) < generate_sequences (training_workers.py:211)"),
         (TASK, "is in step (core.py:468) < _step (request_queue.py:141)"),
         (COMPILED_LOOP, "is in step (core.py:468) < _step (request_queue.py:141)"),
-        ("", "waits for the next call, or awaits something in its event loop"),
+        ("", "waits for the next call or awaits an operation in its event loop"),
     ],
     ids=["collective", "waiting loop", "task", "compiled loop", "nothing"],
 )  # fmt: skip

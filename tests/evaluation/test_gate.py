@@ -1,6 +1,7 @@
 """The gate's decision, and how often it is wrong."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +29,22 @@ def test_a_better_version_is_promoted_and_every_check_is_listed() -> None:
     assert [check.name for check in decision.checks] == [*names, "reload, log prob difference", "reload, greedy gap"]
     better = decision.checks[1]
     assert better.value == pytest.approx(0.2) and better.low is not None and 0.1 < better.low < 0.2
-    assert "0.800 against 0.600 on 100 rows, +0.200; the 90% interval" in better.words
+    assert "0.800, champion 0.600 on 100 rows; difference +0.200, 90% interval" in better.words
     assert json.loads(json.dumps(decision.as_json()))["checks"][1]["name"] == "better"
+
+
+def test_every_line_has_its_limit_in_brackets() -> None:
+    guarded = GateConfig(max_kl=1.0, min_entropy=0.5)
+    lines = decide(evaluation(GOOD), evaluation(BAD), {"kl/ref": 0.25}, guarded, FINE).words
+    assert [line for line in lines if not re.search(r"\((minimum|maximum|limit) [-+.e\d]+\)$", line)] == []
+    assert lines[0] == "✓ floor: greedy score 0.800 (minimum 0.000)"
+    assert lines[2] == "✓ chance: greedy score 0.800, champion 0.600; p = 0.000 under equal models (limit 0.050)"
+    assert lines[-4:] == [
+        "✓ KL: mean kl/ref of the last steps 0.25 (maximum 1)",
+        "✗ entropy: actor/entropy was not measured (minimum 0.5)",
+        "✓ reload, log prob difference: log-probs differ by at most 1.0e-06 (limit 1.0e-03)",
+        "✓ reload, greedy gap: greedy gap 0.0 (limit 2.0e-03)",
+    ]
 
 
 def test_a_worse_or_equal_version_is_refused_and_later_checks_are_still_made() -> None:

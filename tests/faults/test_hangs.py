@@ -155,7 +155,7 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named_with_what_it_does(
     assert "in all_reduce" in raised.value.report and raised.value.report.count("most recent call first") >= 4
 
     # From another machine of the cluster it is asked through Ray.
-    elsewhere = ray.get(stall._ask_elsewhere(ranks.ranks[1]), timeout=20)
+    elsewhere = ray.get(stall._observe_elsewhere(ranks.ranks[1]), timeout=20)
     assert stall.describe(elsewhere) in hanging
 
     file = keep_stall(tmp_path, "a/run", Status(stage="train", phase="push", step=4), raised.value.report)
@@ -172,7 +172,7 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named_with_what_it_does(
 def test_an_engine_whose_decoding_hangs(placement: Placement) -> None:
     with made(placement, engine_class(), 1, AsyncHost) as engine:
         engine.deadline = DEADLINE
-        with pytest.raises(Stalled, match="awaits something in its event loop"):
+        with pytest.raises(Stalled, match="awaits an operation in its event loop"):
             engine.awaits_for_ever()
         with pytest.raises(Stalled, match=r"generate_sequences on rank\(s\) \[0\] did not answer") as raised:
             engine.generate_sequences()

@@ -26,4 +26,4 @@ def test_a_metric_that_one_run_lacks_and_equal_settings_are_left_out() -> None:
 def test_names_and_values_are_text_on_the_page() -> None:
     page = Page(render_comparison(side("<b>x</b>"), side("b", steps=0)))
     assert page.count("b") == 0 and "<b>x</b>" in page.text and page.count("svg") == 0
-    assert "None: both runs have the same." in page.text
+    assert "None: both runs use the same settings." in page.text

@@ -231,4 +231,4 @@ def test_a_rescue_that_fails_is_only_told(
 
     monkeypatch.setattr(store, "commit_folder", fails)
     checkpointer.rescue(1, 0.0)
-    assert caplog.messages == ["step 1 is not committed: storage is gone"]
+    assert caplog.messages == ["step 1 was not committed: storage is gone"]

@@ -88,7 +88,7 @@ def test_a_step_replayed_equals_what_was_trained(command: Command, run: str, ste
         ("grpo", "entropy", ["loss of the first mini-batch"]),
         ("ppo", "ref_log_prob", ["rewards", "advantages"]),
         ("ppo", "values", ["advantages"]),
-        ("ppo", "rollout_log_probs", ["tokens that train"]),
+        ("ppo", "rollout_log_probs", ["trained tokens"]),
     ],
 )
 def test_a_changed_value_is_seen(home: Path, command: Command, run: str, column: str, wrong: list[str]) -> None:
@@ -200,7 +200,7 @@ def test_what_is_not_finite_is_not_equal(trained: Trained) -> None:
         (["no/such/run", "1"], ["no/such/run"]),
         (["grpo", "4"], ["1 to 3", "step 4"]),
         (["grpo", "0"], ["1 to 3", "step 0"]),
-        (["grpo", "1", "--set", "algorithm.estimator=gae"], ["values of a critic", "algorithm.estimator=gae"]),
+        (["grpo", "1", "--set", "algorithm.estimator=gae"], ["values of the critic", "algorithm.estimator=gae"]),
         (["grpo", "1", "--set", "algorithm.estimator=remax"], ["rewards of greedy responses"]),
         (["grpo", "1", "--set", "algorithm.estimator=gdpo"], ["named rewards"]),
         (["grpo", "1", "--set", "actor.kl_loss_coef=0.1"], ["log-probs of a reference model", "kl_loss_coef"]),

@@ -121,7 +121,7 @@ def test_a_named_reward_that_is_missing_is_an_error_where_it_is_learned_from() -
         assert scored.batch["reward_named/format"].sum() == sum("format" in result.named for result in results) * 6
     run = config(algorithm={"estimator": "gdpo"})
     results = [*[whole] * 10, failure("timeout", "too slow"), part]
-    with pytest.raises(InputError, match="the rewards answer, format for every response\n.*seen: answer for one"):
+    with pytest.raises(InputError, match="the named rewards answer, format for every response\n.*seen: answer for one"):
         score(rolled_out(run), results, run)
 
 

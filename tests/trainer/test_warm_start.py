@@ -106,7 +106,7 @@ def test_a_reference_conversation_is_what_the_agent_loop_makes_of_its_turns(mode
 
 def test_a_conversation_that_is_too_long_says_what_to_set(model: Path) -> None:
     config = compose("tools", ["data.max_response_length=30"]).config
-    with pytest.raises(InputError, match=r"(?s)one of 35 tokens: '\[calculator.*data.max_response_length=35"):
+    with pytest.raises(InputError, match=r"(?s)an answer of 35 tokens: '\[calculator.*data.max_response_length=35"):
         batch_of([TURNS], model, config)
 
 
