@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Self, cast
 from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 
-from rl_core.credentials import HOW, holds_credentials, without_credentials
+from rl_core.credentials import CREDENTIALS_FIX, holds_credentials, without_credentials
 from rl_core.errors import InputError, TransientError
 from rl_core.storage.filesystem import RemoteFile, make_folder, open_filesystem, replacing, storage_errors, sync_path
 from rl_core.storage.run_files import MANIFEST
@@ -36,7 +36,7 @@ class Files:
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
         """Open the store without touching it; a relative path is made absolute."""
         if holds_credentials(url):
-            raise InputError("a URL without credentials", "one with some", without_credentials(url), HOW)
+            raise InputError("a URL without credentials", "one with some", without_credentials(url), CREDENTIALS_FIX)
         try:
             self.fs, self.root = open_filesystem(url)
         except (ValueError, ImportError) as error:
