@@ -54,7 +54,7 @@ def test_the_hub_reads_the_card_and_a_person_finds_what_counts() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     text = render_card(FACTS, BEFORE, BEFORE, DATA, [])
-    assert "No step was trained." in text and "By source" not in text and "32 held-out prompts" in text
+    assert "No training steps were run." in text and "By source" not in text and "32 held-out prompts" in text
 
 
 def test_texts_of_others_stay_texts() -> None:
