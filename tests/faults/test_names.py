@@ -20,7 +20,7 @@ def test_run_names(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_names_of_sources(name: str) -> None:
-    with pytest.raises(InputError, match="a source among"):
+    with pytest.raises(InputError, match="one of the sources"):
         load_source(name)
 
 
