@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.server.service_file import running_services
-from rl_core.credentials import HOW, holds_credentials
+from rl_core.credentials import CREDENTIALS_FIX, holds_credentials
 from rl_core.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def prepare_home(verbose: bool) -> Path:
     """
     home = home_folder()
     if found := [name for name in ADDRESSES if holds_credentials(os.environ.get(name, ""))]:
-        raise InputError("addresses without credentials", f"some in {', '.join(found)}", "environment", HOW)
+        raise InputError("addresses without credentials", f"some in {', '.join(found)}", "environment", CREDENTIALS_FIX)
     from tasks.tracking.tracker import quiet_mlflow
 
     try:

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: plain lines that read as well in a log file."""
+"""Terminal output: plain lines that are equally readable in a log file."""
 
 import math
 import os
@@ -17,7 +17,7 @@ _BOLD, _DIM, _GREEN, _RED, _YELLOW = "1", "2", "32", "31", "33"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words of at most two units: `0.8s`, `42s`, `1m32s`, `2h05m`, `3d04h`; `n/a` when not finite."""
+    """Seconds formatted with at most two units: `0.8s`, `42s`, `1m32s`, `2h05m`, `3d04h`; `n/a` if not finite."""
     if not math.isfinite(seconds):
         return "n/a"
     if 0 < seconds < 9.95:
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Text that displays as it is: no control or direction-changing characters, and not endless."""
+    """Text safe to display: control and bidirectional characters are replaced, the length is limited to MAX_TEXT."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
     hidden = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
@@ -42,24 +42,24 @@ def clean(text: str) -> str:
 
 
 class Console:
-    """Prints stages, one line a step, tables and errors; colour only on a terminal, every line flushed."""
+    """Prints stages, one line per step, tables and errors; coloured only on a terminal, flushed after every line."""
 
     def __init__(self, stream: TextIO | None = None, also: Callable[[str], None] | None = None) -> None:
-        """Lines go to `stream`, by default to the standard output of the moment, and without colour to `also`."""
+        """Prints to `stream` (default: `sys.stdout` at construction) and passes each line without colour to `also`."""
         self._stream, self._also = stream or sys.stdout, also
         self._colour = self._stream.isatty() and "NO_COLOR" not in os.environ
 
     def stage(self, name: str, detail: str = "") -> None:
-        """A stage begins: `▸ train  steps 1–50`."""
+        """Prints the start of a stage: `▸ train  steps 1–50`."""
         self._line(f"{self._paint('▸', _GREEN)} {self._paint(name, _BOLD)}" + (f"  {detail}" if detail else ""))
 
     def done(self, name: str, seconds: float, detail: str = "") -> None:
-        """A stage ended: `✓ train  1m32s  50 steps`."""
+        """Prints the end of a stage: `✓ train  1m32s  50 steps`."""
         line = f"{self._paint('✓', _GREEN)} {self._paint(name, _BOLD)}  {duration(seconds)}"
         self._line(line + (f"  {detail}" if detail else ""))
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], seconds_left: float) -> None:
-        """One training step; columns keep their width, a metric that is missing or not finite reads n/a."""
+        """Prints one training step in columns of fixed width; a missing or non-finite metric is shown as n/a."""
         width = len(str(total))
         fields = (
             f"step {step:>{width}}/{total}",
@@ -72,7 +72,7 @@ class Console:
         self._line("  " + "  ".join(fields))
 
     def table(self, rows: Sequence[tuple[str, str]], title: str) -> None:
-        """Names and values in two columns under a title; further lines of a value keep its column."""
+        """Prints names and values in two columns under a title; continuation lines of a value are indented to it."""
         self._line("")
         self._line(self._paint(title, _BOLD))
         width = max((len(name) for name, _ in rows), default=0)
@@ -83,29 +83,29 @@ class Console:
                 self._line(f"  {' ' * width}  {line}")
 
     def columns(self, rows: Sequence[Sequence[str]], title: str) -> None:
-        """A table of several columns under a title; the first row names them."""
+        """Prints a table of several columns under a title; the first row is the header."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][1:]
         cells = ["  ".join(map(str.rjust, row[1:], widths)) for row in rows]
         self.table([(row[0], text) for row, text in zip(rows, cells, strict=True)], title)
 
     def note(self, text: str) -> None:
-        """A remark inside a stage."""
+        """Prints a line within a stage."""
         self._line(f"  {text}")
 
     def warning(self, error: InputError) -> None:
-        """What a person may want to change."""
+        """Prints a warning: expected, seen, where and fix."""
         self._print_error(self._paint("! warning", _YELLOW), error)
 
     def error(self, error: InputError) -> None:
-        """What a person has to change: expected, seen, where and the fix."""
+        """Prints a user error: expected, seen, where and fix."""
         self._print_error(self._paint("✗ error", _RED), error)
 
     def failure(self, error: Exception) -> None:
-        """Why the run ended without a person's mistake."""
+        """Prints a failure that is not a user error."""
         self._print_error(self._paint("✗ failed", _RED), error)
 
     def finding(self, level: Literal["ok", "warning", "problem"], what: str, text: str, fix: str = "") -> None:
-        """One thing that was looked at, and what to do about it."""
+        """Prints the result of one check and how to fix it."""
         sign, colour = {"ok": ("✓", _GREEN), "warning": ("!", _YELLOW), "problem": ("✗", _RED)}[level]
         self._line(
             f"{self._paint(f'{sign} {level}'.ljust(9), colour)}  {self._paint(what.ljust(16), _BOLD)}  {clean(text)}"
@@ -113,8 +113,8 @@ class Console:
         if fix:
             self._line(f"{' ' * 29}→ {clean(fix)}")
 
-    def _print_error(self, how: str, error: Exception) -> None:
-        self._line(how)
+    def _print_error(self, heading: str, error: Exception) -> None:
+        self._line(heading)
         for text in (str(error), *getattr(error, "__notes__", ())):
             for line in text.splitlines():
                 self.note(clean(line))
@@ -127,10 +127,10 @@ class Console:
         if self._also:
             self._also(_COLOUR.sub("", text))
         encoding = self._stream.encoding or "utf-8"
-        # A terminal or log that is not UTF-8 shows `?` for a sign it lacks instead of ending the run.
+        # Output that is not UTF-8 gets `?` for characters it cannot encode, instead of an exception.
         try:
             print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
-        except OSError:  # whoever read has gone, or its disk is full, and the run goes on
+        except OSError:  # the reader is gone or the disk is full: discard further output and continue the run
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 

@@ -1,10 +1,10 @@
-"""Credentials within texts: settings must not hold any, and what is told of an error shows none."""
+"""Detects and removes credentials in text: settings must not contain any, and error messages show none."""
 
 import re
 from typing import Any
 
-# What comes before `@host`. A variable such as $PASSWORD is no secret, and a name alone is one on the web only: it is
-# the container of abfs://container@account, the user of sftp://user@host.
+# The part before `@host`. A variable such as $PASSWORD is not a secret. A name without a password counts only in
+# http(s) URLs: elsewhere it is the container of abfs://container@account or the user of sftp://user@host.
 _USER = re.compile(
     r"(?i)(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/?#\"]*:[^\s/?#\"]*@))"
     r"(?!(?:[^\s/?#@:]*:)?\$(?:\w+|\{\w+\})@)[^\s/?#\"]+@"
@@ -13,7 +13,7 @@ _SECRET = (
     r"[\w.-]*(?:token|passw(?:or)?d|(?<![a-z])pass|secret|"
     r"(?:(?<![a-z])|api|access|secret|private)key|credential|signature)"
 )
-"""Names that secrets go by."""
+"""Names of options and variables that hold secrets."""
 _QUERY = re.compile(
     rf"(?i)([?&](?:{_SECRET}|{_SECRET}id|sig|(?:[\w.-]*[._-])?auth(?:orization)?)=)"
     r"(?!\$|(?:true|false|none|[01])(?![^&#]))[^\s&#\"']+"
@@ -23,22 +23,19 @@ _OPTION = re.compile(
     r"(?<![\w./-])[\w.-]*authorization\s*[=:]\s*['\"]?+(?:[\w-]+\s+)?+|\bbearer\s+)['\"]?(?![\s$'\"])"
 )
 
-HOW = (
-    "leave user, password and tokens out and export them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for storage, "
-    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD for MLflow, PREFECT_API_AUTH_STRING or PREFECT_API_KEY for "
-    "Prefect, the variable that reward.judge.key_env names for a judge, and for MCP servers any that the setting names "
-    "as $NAME"
+CREDENTIALS_FIX = (
+    "remove the credentials and export them as environment variables; docs/reliability.md, Secrets, lists the names"
 )
-"""What to do instead."""
+"""The `fix` of errors about credentials."""
 
 
 def without_credentials(text: str) -> str:
-    """The text with users, passwords and signatures of its URLs replaced by `***`."""
+    """The text with users, passwords and signatures in its URLs replaced by `***`."""
     return _QUERY.sub(r"\1***", _USER.sub("***@", text))
 
 
 def holds_credentials(value: Any) -> bool:
-    """Whether a text, or one within lists and mappings, has a URL with credentials."""
+    """Whether a string, or any string within lists and mappings, contains a URL with credentials."""
     if isinstance(value, str):
         return without_credentials(value) != value
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -46,5 +43,6 @@ def holds_credentials(value: Any) -> bool:
 
 
 def command_holds_credentials(command: str) -> bool:
-    """Whether a command line has a token, password or key as `--token X` or `API_KEY=X`; a variable `$X` is none."""
+    """Whether a command line contains a token, password or key as `--token X` or `API_KEY=X`; a variable `$X` does not
+    count."""
     return _OPTION.search(command) is not None

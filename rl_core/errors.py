@@ -1,16 +1,16 @@
-"""The three kinds of errors, which decide whether a stage is retried.
+"""The three kinds of errors, which determine whether a stage is retried.
 
-`TransientError` is retried from the last commit, `InputError` and `TrainingError` are not.
+`TransientError` is retried from the last committed step; `InputError` and `TrainingError` are not retried.
 """
 
 from rl_core.credentials import without_credentials
 
 
 class RollforwardError(Exception):
-    """Base of every error that Rollforward raises on purpose; credentials of URLs that its words quote are left out."""
+    """Base of all errors raised deliberately; credentials in URLs are removed from the message."""
 
-    def __init__(self, *words: str) -> None:
-        super().__init__(*map(without_credentials, words))
+    def __init__(self, *parts: str) -> None:
+        super().__init__(*map(without_credentials, parts))
 
 
 class TransientError(RollforwardError):
@@ -18,11 +18,11 @@ class TransientError(RollforwardError):
 
 
 class WorkerLost(TransientError):
-    """A process of the run has gone, or can no longer reach the others of its group."""
+    """A process of the run has died or can no longer reach the others of its group."""
 
 
 class Stalled(TransientError):
-    """A call did not answer within its deadline; `report` has the stacks of those who are late."""
+    """A call missed its deadline; `report` contains the stacks of the workers that did not return."""
 
     def __init__(self, message: str, report: str) -> None:
         super().__init__(message)
@@ -30,9 +30,9 @@ class Stalled(TransientError):
 
 
 class InputError(RollforwardError):
-    """Config, data, model or environment is not usable as given; retrying cannot help.
+    """Config, data, model or environment is invalid; retrying cannot help.
 
-    The message is made of what was expected, what was seen, where, and what to do next.
+    The message states what was expected, what was seen, where, and how to fix it.
     """
 
     def __init__(self, expected: str, seen: str, where: str, fix: str) -> None:
@@ -44,13 +44,13 @@ class InputError(RollforwardError):
 
 
 class TrainingError(RollforwardError):
-    """Training itself went wrong (non-finite loss, weights out of step); state is kept for inspection."""
+    """Training itself failed (non-finite loss, weights out of sync); state is kept for inspection."""
 
 
 class WorkerError(TrainingError):
-    """A worker raised what nobody foresaw; the message begins with it and has its traceback."""
+    """Unexpected exception in a worker; the message starts with it and includes the remote traceback."""
 
 
 def short_message(error: BaseException) -> str:
-    """How an error reads in a file: what other libraries say may be long, and may hold what no file should."""
+    """Text of an error to store in files; only the type name for other libraries' errors, which may hold secrets."""
     return str(error).partition("\n\n")[0] if isinstance(error, RollforwardError) else type(error).__name__

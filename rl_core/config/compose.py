@@ -1,6 +1,6 @@
-"""From a recipe and overrides to one checked config, with the layer that each value came from.
+"""Composes a recipe and overrides into one validated config and records the layer of each value.
 
-Three layers: the schema's defaults, a recipe (which may start from other recipes), overrides `a.b=value`.
+Three layers: the schema's defaults, a recipe (which may build on other recipes), overrides `a.b=value`.
 """
 
 import difflib
@@ -35,8 +35,8 @@ Scalar = str | int | float | bool | None
 
 RECIPES = Path(__file__).parent / "recipes"
 
-# Where a run is kept, who watches it, what is promoted and how hard it tries change nothing that is learned. They are
-# left out of a run's identity, so that a run can be resumed with another value of them.
+# Storage, tracking, promotion and retry settings do not affect what is learned. They are excluded from a run's
+# identity, so a run can be resumed with other values.
 RUN_CONTROL_SECTIONS = ("storage.", "tracking.", "registry.", "gate.")
 RUN_CONTROL_KEYS = frozenset(
     {
@@ -56,8 +56,8 @@ RUN_CONTROL_KEYS = frozenset(
     }
 )
 
-# How the work lies on machines and processes: another value gives results that are equal within rounding, so a run may
-# be resumed with one, and says so.
+# Placement on machines and processes: other values give equal results up to rounding, so a run may be resumed with
+# them and reports the change.
 LAYOUT_SECTION = "fsdp."
 LAYOUT_KEYS = frozenset(
     {
@@ -79,7 +79,7 @@ LAYOUT_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Composed:
-    """A config and where it came from: origins maps each dotted key to `default`, `recipe NAME` or `override`."""
+    """A config and its origins, which map each dotted key to `default`, `recipe NAME` or `override`."""
 
     config: RunConfig
     origins: dict[str, str]
@@ -93,18 +93,18 @@ class _Value:
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Composed:
-    """Merge the three layers into a checked config.
+    """Merge the three layers into a validated config.
 
-    `recipe` is a name from rl_core/config/recipes or a path that ends in .yaml; in an override the value is YAML and
-    `null` unsets. Raises `InputError` with all problems of the layers at once.
+    `recipe` is a name from rl_core/config/recipes or a path that ends in .yaml; override values are YAML, and `null`
+    unsets. Raises one `InputError` that lists all problems of the layers.
     """
     return _composed(_recipe_values(recipe, Path.cwd(), ()), overrides, recipe)
 
 
 def extend(composed: Composed, overrides: Sequence[str]) -> Composed:
-    """The same config with further overrides `a.b=value`; the recipe is not read again.
+    """The same config with additional overrides `a.b=value`; the recipe is not read again.
 
-    Raises `InputError` with all problems at once.
+    Raises one `InputError` that lists all problems.
     """
     values = {
         key: _Value(leaf.value, composed.origins[key])
@@ -121,40 +121,40 @@ def _composed(values: dict[str, _Value], overrides: Sequence[str], recipe: str) 
 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The config with further settings `a.b=value`; raises `InputError` with all problems at once."""
+    """The config with additional settings `a.b=value`; raises one `InputError` that lists all problems."""
     problems: list[InputError] = []
     values = _leaves(config.model_dump(mode="json"), "saved config") | _override_values(overrides, problems)
     return _validated(values, "saved config and its overrides", problems)
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Names of the recipes included in the package."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def from_dict(tree: Mapping[str, Any]) -> RunConfig:
-    """The config of a nested dictionary such as `config.model_dump()` gives; `InputError` when it does not fit."""
+    """The config of a nested dictionary as returned by `config.model_dump()`; raises `InputError` if invalid."""
     leaves = {current_name(key): leaf for key, leaf in _leaves(tree, "saved config").items()}
     return _validated(leaves, "saved config", [])
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The config as YAML that is itself a recipe."""
+    """The config as YAML, usable as a recipe."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
-    """Every value by its dotted key, in the schema's order."""
+    """All values by dotted key, in the schema's order."""
     return {key: leaf.value for key, leaf in _leaves(config.model_dump(mode="json"), "").items()}
 
 
 def flatten(config: RunConfig) -> dict[str, Scalar]:
-    """The settings with lists given as their JSON text."""
+    """The settings with lists serialised as JSON."""
     return {key: json.dumps(value) if isinstance(value, list) else value for key, value in settings(config).items()}
 
 
 def identity(config: RunConfig) -> dict[str, Scalar]:
-    """The flattened config without run control and layout: what decides which run it is."""
+    """The flattened config without run control and layout, which identifies a run."""
     return {
         key: value
         for key, value in flatten(config).items()
@@ -163,24 +163,24 @@ def identity(config: RunConfig) -> dict[str, Scalar]:
 
 
 def layout(config: RunConfig) -> dict[str, Scalar]:
-    """The flattened settings of how the work lies on machines and processes."""
+    """The flattened settings for placement on machines and processes."""
     return {
         key: value for key, value in flatten(config).items() if key in LAYOUT_KEYS or key.startswith(LAYOUT_SECTION)
     }
 
 
 def config_hash(config: RunConfig) -> str:
-    """sha256 (hexadecimal) of the identity."""
+    """SHA-256 (hexadecimal) of the identity."""
     return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()
 
 
 def diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Scalar, Scalar]]:
-    """Identity keys in which two configs differ, with both values."""
+    """Identity keys whose values differ between two configs, with both values."""
     return _differing(identity(a), identity(b))
 
 
 def layout_diff(a: RunConfig, b: RunConfig) -> dict[str, tuple[Scalar, Scalar]]:
-    """Layout keys in which two configs differ, with both values."""
+    """Layout keys whose values differ between two configs, with both values."""
     return _differing(layout(a), layout(b))
 
 
@@ -189,7 +189,7 @@ def _differing(ours: dict[str, Scalar], theirs: dict[str, Scalar]) -> dict[str, 
 
 
 def _override_values(overrides: Sequence[str], problems: list[InputError]) -> dict[str, _Value]:
-    """The values of overrides by dotted key; adds to `problems` what cannot be read."""
+    """The values of overrides by dotted key; appends overrides that cannot be parsed to `problems`."""
     values: dict[str, _Value] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -204,7 +204,7 @@ def _override_values(overrides: Sequence[str], problems: list[InputError]) -> di
 
 
 def _fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
-    """Every field of the schema by its dotted key."""
+    """All fields of the schema by dotted key."""
     fields: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -227,11 +227,11 @@ def _leaves(tree: Mapping[Any, Any], origin: str, prefix: str = "") -> dict[str,
 
 
 def _validated(values: Mapping[str, _Value], where: str, problems: list[InputError]) -> RunConfig:
-    """The config of dotted values; raises `problems` and what else is found as one error."""
+    """The config of dotted values; raises `problems` and all further ones as one error."""
     fields = _fields()
     tree: dict[str, Any] = {}
-    telling = [key for key, leaf in values.items() if _holds_credentials(key, leaf.value)]
-    problems += [credentials(key, values[key].origin) for key in telling]
+    with_credentials = [key for key, leaf in values.items() if _holds_credentials(key, leaf.value)]
+    problems += [credentials(key, values[key].origin) for key in with_credentials]
     for key, leaf in values.items():
         if leaf.value == {} and any(name.startswith(f"{key}.") for name in fields):
             continue
@@ -244,11 +244,11 @@ def _validated(values: Mapping[str, _Value], where: str, problems: list[InputErr
             node = node.setdefault(section, {})
         node[name] = leaf.value
     try:
-        # Strict, so that true is no number and 2.0 no count; from JSON, so that a list is a tuple.
+        # Strict, so that true is not a number and 2.0 not an integer; from JSON, so that lists are valid tuples.
         config = RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as errors:
         origins = {key: leaf.origin for key, leaf in values.items()}
-        seen = set(telling)
+        reported = set(with_credentials)
         for error in errors.errors():
             if error["type"] == "value_error":
                 problems += [combination(text, origins, fields) for text in str(error["ctx"]["error"]).split("; ")]
@@ -258,21 +258,21 @@ def _validated(values: Mapping[str, _Value], where: str, problems: list[InputErr
             key, leaf, options = _located(key, inside, values[key], fields)
             if key not in options:
                 problems.append(unknown_key(key, leaf.value, leaf.origin, options))
-            elif key not in seen:
+            elif key not in reported:
                 problems.append(wrong_value(key, leaf.value, leaf.origin, options[key]))
-            seen.add(key)
+            reported.add(key)
     if problems:
         raise joined(problems, where)
     return config
 
 
 def _holds_credentials(key: str, value: Any) -> bool:
-    """Whether a value holds any that are to be kept out of files and logs; MCP servers may be command lines."""
+    """Whether a value contains credentials, including those in command lines of MCP servers."""
     return holds_credentials(value) or (key == "agent.mcp_servers" and command_holds_credentials(str(value)))
 
 
 def _located(key: str, inside: tuple[int | str, ...], leaf: _Value, fields: Fields) -> tuple[str, _Value, Fields]:
-    """What an error is about: a setting or, in a list of sections, a setting of an entry; and what keys there are."""
+    """Key and value of the setting an error refers to (in a list of sections: of an entry), and the valid keys."""
     part = entry_section(fields[key])
     if part is None or len(inside) < 2:
         return key, leaf, fields
@@ -281,27 +281,27 @@ def _located(key: str, inside: tuple[int | str, ...], leaf: _Value, fields: Fiel
 
 
 def _recipe_values(recipe: str, folder: Path, parents: tuple[Path, ...]) -> dict[str, _Value]:
-    """Values of a recipe over those of the recipes that it starts from; `folder` is where relative paths begin."""
+    """Values of a recipe merged over those of its `defaults`; relative paths are resolved against `folder`."""
     path = _recipe_path(recipe, folder)
     if path in parents:
         chain = " → ".join(str(step) for step in (*parents[parents.index(path) :], path))
-        raise InputError("recipes that do not start from themselves", chain, str(path), "take one out of `defaults`")
+        raise InputError("recipes without circular `defaults`", chain, str(path), "remove one of them from `defaults`")
     try:
         content = _load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise _invalid_yaml(error, str(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            "a recipe that can be read", str(error), str(path), f"correct the path, or name one of {recipe_names()}"
+            "a readable recipe", str(error), str(path), f"correct the path, or use one of {', '.join(recipe_names())}"
         ) from None
     tree = {} if content is None else content
     bases = tree.pop("defaults", []) if isinstance(tree, dict) else None
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise InputError(
-            expected="a mapping of settings, with `defaults` (if any) a list of recipes",
+            expected="a mapping of settings, in which `defaults` (if present) is a list of recipes",
             seen=repr(content)[:200],
             where=str(path),
-            fix="write it like\n          defaults: [grpo]\n          trainer:\n            steps: 10",
+            fix="use this form:\n          defaults: [grpo]\n          trainer:\n            steps: 10",
         )
     values: dict[str, _Value] = {}
     for base in bases:
@@ -325,7 +325,7 @@ def _recipe_path(recipe: str, folder: Path) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values: 1e-3 is a number; on, yes, 1:30 and dates are text. A key given twice is an error."""
+    """YAML 1.2 scalars: 1e-3 is a number; on, yes, 1:30 and dates are text. Duplicate keys are errors."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
@@ -334,13 +334,13 @@ class _Loader(yaml.SafeLoader):
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{name!r} is given twice", node.value[i][0].start_mark
+                    None, None, f"duplicate key {name!r}", node.value[i][0].start_mark
                 )
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Also quotes the texts that only `_Loader` takes for numbers."""
+    """Also quotes strings that only `_Loader` parses as numbers."""
 
 
 for _tag, _pattern, _first in (
@@ -354,7 +354,7 @@ for _tag, _pattern, _first in (
 
 
 def _load(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: makes plain values only
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader, which creates plain values only
 
 
 def _invalid_yaml(error: yaml.YAMLError, where: str) -> InputError:
@@ -365,5 +365,5 @@ def _invalid_yaml(error: yaml.YAMLError, where: str) -> InputError:
         expected="valid YAML",
         seen=seen,
         where=where,
-        fix="correct it there; text with special characters needs quotes",
+        fix="correct it there; strings with special characters need quotes",
     )

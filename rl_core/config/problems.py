@@ -1,4 +1,4 @@
-"""The words for what can be wrong with settings: what was expected, what was seen, where, what to type next."""
+"""Error messages for invalid settings: what was expected, what was seen, where, and how to fix it."""
 
 import difflib
 import json
@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rl_core.credentials import HOW
+from rl_core.credentials import CREDENTIALS_FIX
 from rl_core.errors import InputError
 
 Fields = Mapping[str, FieldInfo]
@@ -23,20 +23,23 @@ RENAMED = {
     "gate.refusal_rise": "gate.max_refusal_rise",
     "gate.source_drop": "gate.max_source_drop",
 }
-"""Former names of settings and sections: saved configs of older runs have them, and users may type them."""
+"""Former names of settings and sections, as found in saved configs of older runs; users may still type them."""
 
-_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
 
 def missing_equals(override: str, fields: Fields) -> InputError:
-    """For an override that is no `a.b=value`."""
+    """Error for an override that is not of the form `a.b=value`."""
     return InputError(
-        "an override KEY=VALUE", repr(override), "override", f"write for example {nearest(override, fields)}=VALUE"
+        expected="an override of the form KEY=VALUE",
+        seen=repr(override),
+        where="override",
+        fix=f"for example, use {nearest(override, fields)}=VALUE",
     )
 
 
 def current_name(key: str) -> str:
-    """The present name of a setting that may have a former one."""
+    """The current name of a setting, given its current or a former name."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]
@@ -44,51 +47,60 @@ def current_name(key: str) -> str:
 
 
 def unknown_key(key: str, value: Any, origin: str, fields: Fields) -> InputError:
-    """For a key that the schema does not have, or a section where a value was given."""
+    """Error for a key that is not in the schema, or for a section that was given a value."""
     inside = [name for name in fields if name.startswith(f"{key}.")]
     if inside:
         return InputError(
-            f"keys under the section {key}", f"{key} = {show(value)}", origin, f"set one such as {inside[0]}"
+            expected=f"settings within the section {key}",
+            seen=f"{key} = {show(value)}",
+            where=origin,
+            fix=f"set a key of the section, such as {inside[0]}",
         )
+    fix = f"the nearest known key is {nearest(key, fields)}"
     if (renamed := current_name(key)) != key:
-        return InputError("a known key", key, origin, f"it is now called {renamed}")
-    return InputError("a known key", key, origin, f"the nearest known key is {nearest(key, fields)}")
+        fix = f"it has been renamed to {renamed}"
+    return InputError(expected="a known key", seen=key, where=origin, fix=fix)
 
 
 def wrong_value(key: str, value: Any, origin: str, field: FieldInfo) -> InputError:
-    """For a value of the wrong type or out of range."""
+    """Error for a value of the wrong type or out of range."""
     quote = isinstance(value, int | float) and str in (field.annotation, *get_args(field.annotation))
-    fix = f"""quote it: {key}='"{value}"'""" if quote else f"give {key} such a value"
+    fix = f"""quote it: {key}='"{value}"'""" if quote else f"set {key} to a valid value"
     return InputError(expectation(field), f"{key} = {show(value)}", f"{key} ({origin})", fix)
 
 
 def credentials(key: str, origin: str) -> InputError:
-    """For a value that holds credentials, which is not shown."""
-    return InputError("settings without credentials, as they are kept and shown", f"{key} with some", origin, HOW)
+    """Error for a value that contains credentials; the message does not show the value."""
+    return InputError(
+        expected="settings without credentials, because settings are stored and displayed",
+        seen=f"{key} contains credentials",
+        where=origin,
+        fix=CREDENTIALS_FIX,
+    )
 
 
 def combination(message: str, origins: Mapping[str, str], fields: Fields) -> InputError:
-    """For values that are fine alone and do not fit together; `message` names the keys."""
+    """Error for values that are each valid but inconsistent with each other; `message` names the keys."""
     keys = [key for key in dict.fromkeys(re.findall(r"\w+(?:\.\w+)+", message)) if key in fields]
     where = ", ".join(f"{key} ({origins.get(key, 'default')})" for key in keys)
-    return InputError("settings that fit together", message, where, "change one of " + ", ".join(keys))
+    return InputError("consistent settings", message, where, "change one of " + ", ".join(keys))
 
 
 def joined(problems: Sequence[InputError], where: str) -> InputError:
-    """One error for one or more problems."""
+    """A single error that lists one or more problems."""
     if len(problems) == 1:
         return problems[0]
     lines = [f"\n  {i}. {p.where}: {p.seen}; expected {p.expected}; {p.fix}" for i, p in enumerate(problems, 1)]
     return InputError(
-        "settings that are known, in range and fit together",
-        f"{len(problems)} problems{''.join(lines)}",
-        where,
-        "correct each of them",
+        expected="known, valid and consistent settings",
+        seen=f"{len(problems)} problems{''.join(lines)}",
+        where=where,
+        fix="correct each of them",
     )
 
 
 def nearest(key: str, fields: Fields) -> str:
-    """The known key that is most like `key`; where only the last part tells, as in `lr`, all keys that end like it."""
+    """The known key most similar to `key`; if only its last part matches, as in `lr`, up to 3 keys that end in it."""
     close = difflib.get_close_matches(key, fields, n=1, cutoff=0.75)
     if close:
         return close[0]
@@ -99,9 +111,9 @@ def nearest(key: str, fields: Fields) -> str:
 
 
 def expectation(field: FieldInfo) -> str:
-    """Type and range of a field in words."""
+    """Description of a field's type and range."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is UnionType else (field.annotation,)
-    words = [_kind(kind) for kind in kinds]
+    alternatives = [_kind(kind) for kind in kinds]
     ranges = []
     for rule in field.metadata:
         if isinstance(rule, Ge):
@@ -112,17 +124,17 @@ def expectation(field: FieldInfo) -> str:
             ranges.append(f"at most {rule.le}")
         elif isinstance(rule, Lt):
             ranges.append(f"below {rule.lt}")
-    words[0] = " ".join([words[0], " and ".join(ranges)]).rstrip()
-    return " or ".join(words)
+    alternatives[0] = " ".join([alternatives[0], " and ".join(ranges)]).rstrip()
+    return " or ".join(alternatives)
 
 
 def show(value: Any) -> str:
-    """A value as one would type it; text is in quotes."""
+    """A value as a user would type it; text is quoted."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def entry_section(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that each entry of a list is, where the field is such a list."""
+    """The section class of a list's entries if the field is a list of sections, else None."""
     kind = next(iter(get_args(field.annotation)), None) if get_origin(field.annotation) is tuple else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
@@ -135,6 +147,6 @@ def _kind(kind: Any) -> str:
         if isinstance(first, type) and issubclass(first, BaseModel):
             return "a list of {" + ": …, ".join(first.model_fields) + ": …}"
         if get_origin(first) is Literal:
-            return "a list out of " + ", ".join(get_args(first))
-        return "a list of texts" if last is ... else f"a list of {len(get_args(kind))} numbers"
+            return "a list with entries from " + ", ".join(get_args(first))
+        return "a list of strings" if last is ... else f"a list of {len(get_args(kind))} numbers"
     return _TYPES.get(kind, str(kind))

@@ -1,4 +1,4 @@
-"""What a config comes to, as text: every value with its origin, then the sizes that follow from it."""
+"""Renders a config as text: every value with its origin, then the derived sizes."""
 
 import json
 import math
@@ -9,18 +9,18 @@ from rl_core.config.compose import Composed, settings
 from rl_core.config.problems import show
 from rl_core.config.schema import RunConfig, TinyModelConfig
 
-# The offline model: a Qwen3 with the heads and vocabulary that its builder uses.
+# The offline model is a Qwen3; these must match its builder.
 TINY_VOCABULARY, TINY_HEAD_DIM = 32, 64
 
-# Characters of a value beyond which the others are not moved to the right with it.
+# Maximum column width in characters; longer values overflow it.
 WIDEST = 48
 
-# Per parameter, all in float32: weight, gradient and Adam's two moments; a checkpoint has no gradient.
+# Per parameter, all in float32: weight, gradient and Adam's two moments; a checkpoint stores no gradient.
 TRAINING_BYTES, CHECKPOINT_BYTES = 16, 12
 
 
 def render(composed: Composed) -> str:
-    """Table of all settings (a star marks what does not come from the schema's defaults) and of derived sizes."""
+    """Table of all settings (a star marks values that are not schema defaults) and of derived sizes."""
     config = composed.config
     rows = [
         ("  " if composed.origins[key] == "default" else "* ", key, show(value), composed.origins[key])
@@ -36,7 +36,7 @@ def render(composed: Composed) -> str:
             "",
             *lines,
             "",
-            "What follows from it",
+            "Derived sizes",
             "",
             *(f"  {name:<{width}}  {size}" for name, size in sizes.items()),
         ]
@@ -44,28 +44,28 @@ def render(composed: Composed) -> str:
 
 
 def derived(config: RunConfig, parameters: int | None = None, train_rows: int | None = None) -> dict[str, str]:
-    """Sizes that follow from a config, by name, in the order to show them.
+    """Sizes derived from a config, by name, in display order.
 
-    `parameters` is the model's parameter count; without it nothing is said of memory and checkpoints.
-    `train_rows` is the number of training rows; without it nothing is said of epochs.
+    `parameters` is the model's parameter count; without it, memory and checkpoint sizes are omitted.
+    `train_rows` is the number of training rows; without it, epochs are omitted.
     """
     prompts, world = config.data.train_batch_size, config.world_size
     responses = prompts * config.rollout.n
     updates = prompts // config.mini_batch_size * config.actor.ppo_epochs
     sequence = config.data.max_prompt_length + config.data.max_response_length
-    # However sequences are packed, a full micro-batch holds at least as many as fit when all have the greatest length.
+    # However sequences are packed, a full micro-batch holds at least as many as fit at maximum length.
     at_least = config.actor.max_tokens_per_micro_batch // sequence
     per_rank = config.mini_batch_size * config.rollout.n // config.data_parallel_size
     sizes: dict[str, str] = {
         "prompts per step": f"{prompts:,}",
         "responses per step": f"{responses:,}",
-        "responses per rank and step": f"{responses // world:,} ({world} rank{'s' if world > 1 else ''})",
+        "responses per rank per step": f"{responses // world:,} ({world} rank{'s' if world > 1 else ''})",
         "mini-batches per step": f"{prompts // config.mini_batch_size:,}",
         "optimizer steps per step": f"{updates:,}",
         "optimizer steps in the run": f"{updates * config.trainer.steps:,}",
-        "most tokens per step": f"{responses * sequence:,}",
-        "most tokens per rank and micro-batch": f"{config.actor.max_tokens_per_micro_batch:,}",
-        "most micro-batches per mini-batch": f"{math.ceil(per_rank / at_least):,}",
+        "max tokens per step": f"{responses * sequence:,}",
+        "max tokens per rank and micro-batch": f"{config.actor.max_tokens_per_micro_batch:,}",
+        "max micro-batches per mini-batch": f"{math.ceil(per_rank / at_least):,}",
     }
     if train_rows:
         sizes["steps per epoch"] = f"{train_rows / prompts:,.1f}"
@@ -74,27 +74,27 @@ def derived(config: RunConfig, parameters: int | None = None, train_rows: int | 
 
 
 def _memory(config: RunConfig, parameters: int) -> dict[str, str]:
-    """Estimates in bytes; activations, logits and the key/value cache come on top."""
+    """Estimated sizes; activations, logits and the key/value cache are not included."""
     width = {"float32": 4, "bfloat16": 2}[config.model.dtype]
     trained = parameters * (2 if config.needs_critic else 1)
     sizes = {
         "model parameters": f"{parameters:,}",
-        "weights, gradient, Adam per rank": f"{_bytes(TRAINING_BYTES * trained / config.world_size)} (estimate)",
+        "weights, gradients, Adam per rank": f"{_bytes(TRAINING_BYTES * trained / config.world_size)} (estimate)",
     }
     if config.needs_reference:
         sizes["reference model per rank"] = f"{_bytes(width * parameters / config.world_size)} (estimate)"
-    sizes["rollout engine's weights"] = f"{_bytes(width * parameters)} (estimate)"
+    sizes["rollout engine weights"] = f"{_bytes(width * parameters)} (estimate)"
     sizes["one checkpoint"] = f"{_bytes(CHECKPOINT_BYTES * trained)} (estimate)"
     return sizes
 
 
 def parameter_count(config: RunConfig) -> int | None:
-    """Number of the model's parameters without loading it, or None when the folder does not tell."""
+    """Number of model parameters without loading the model, or None if the folder's files do not give it."""
     if config.model.path == "tiny":
         return tiny_parameters(config.model.tiny)
     folder = Path(config.model.path).expanduser()
     try:
-        # Where there is an index it says which files count: some folders hold a second, consolidated copy.
+        # The index, if any, lists the files that count: some folders hold a second, consolidated copy.
         index = folder / "model.safetensors.index.json"
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
         files = [folder / name for name in names] if names else list(folder.glob("*.safetensors"))
@@ -104,11 +104,11 @@ def parameter_count(config: RunConfig) -> int | None:
 
 
 def tiny_parameters(shape: TinyModelConfig) -> int:
-    """Parameters of the offline model, a Qwen3 with tied embeddings and as many key/value as query heads.
+    """Number of parameters of the offline model, a Qwen3 with tied embeddings and as many key/value as query heads.
 
     Per layer: query, key, value and output projections (4 · hidden · heads · 64, no biases), the norms of queries and
-    keys (2 · 64), a gated MLP of width 4 · hidden (3 · hidden · 4 · hidden) and two norms (2 · hidden); beside the
-    layers the embedding (32 · hidden) and the last norm (hidden).
+    keys (2 · 64), a gated MLP of width 4 · hidden (3 · hidden · 4 · hidden) and two norms (2 · hidden). Outside the
+    layers: the embedding (32 · hidden) and the final norm (hidden).
     """
     hidden, attention = shape.hidden_size, shape.heads * TINY_HEAD_DIM
     layer = 4 * hidden * attention + 2 * TINY_HEAD_DIM + 3 * hidden * 4 * hidden + 2 * hidden
@@ -116,7 +116,7 @@ def tiny_parameters(shape: TinyModelConfig) -> int:
 
 
 def _safetensors_parameters(path: Path) -> int:
-    """Sum of the sizes in a file's header: 8 bytes of length (little-endian), then JSON of that length."""
+    """Sum of the tensor sizes in a file's header: 8 bytes of length (little-endian), then JSON of that length."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > path.stat().st_size:

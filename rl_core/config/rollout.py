@@ -1,4 +1,4 @@
-"""The settings of rollouts: the engine, where and when it runs, and what a policy may do in a conversation."""
+"""Settings of rollouts: sampling, the rollout engine and its placement, tools and environments."""
 
 from typing import Literal
 
@@ -8,62 +8,63 @@ from rl_core.config.learning import Section
 
 
 class RolloutConfig(Section):
-    """Sampling, and the engine that samples."""
+    """Sampling and the rollout engine."""
 
     n: int = Field(8, ge=1)
     """Responses per prompt."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of training rollouts; the trainer's log-probs use it too."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Smallest share of probability that tokens are drawn from; below 1 the engine's log-probs are of that share only,
-    so corrections and stale rollouts, which compare them with the trainer's, are refused."""
+    """Nucleus sampling: cumulative probability of the tokens sampled from. Below 1 the engine's log-probs cover only
+    those tokens, so corrections and stale rollouts, which compare them with the trainer's, are rejected."""
     top_k: int = Field(0, ge=0)
-    """Number of likeliest tokens that are drawn from; 0 takes all. What `top_p` says of log-probs holds here too."""
+    """Number of most likely tokens sampled from; 0 disables the limit. Restricts log-probs as `top_p` does."""
     log_probs: bool = True
-    """Ask the engine for the log-probs of what it samples: corrections, stale rollouts and the mismatch metrics need
-    them; on a GPU sampling is much faster without."""
+    """Return the engine's log-probs of sampled tokens, which corrections, stale rollouts and the mismatch metrics
+    require. On a GPU, sampling is much faster without."""
     mode: Literal["sync", "one_step_off", "async"] = "sync"
-    """When rollouts are made. sync: with the weights of the step before; one_step_off: the next step's while this one
-    trains; async: up to `max_staleness` steps ahead, going on over weight pushes. All but sync need a pool of their
-    own (`ranks_per_node`)."""
+    """When rollouts are generated. sync: after the previous step's update; one_step_off: for the next step while this
+    one trains; async: up to `max_staleness` steps ahead, continuing across weight pushes. All but sync require a
+    separate pool (`ranks_per_node`)."""
     max_staleness: int = Field(1, ge=0)
-    """Steps by which weights may be behind when a token is sampled; only read in mode async."""
+    """Maximum steps by which the weights that sample a token may lag behind; used only in mode async."""
     nodes: int = Field(1, ge=1)
-    """Machines of the rollout engines' own pool; only read with `ranks_per_node`."""
+    """Machines of the rollout engines' separate pool; used only with `ranks_per_node`."""
     ranks_per_node: int | None = Field(None, ge=1)
-    """Rollout processes a machine of their own pool; unset shares the places of the actor (colocated)."""
+    """Rollout processes per machine of a separate pool; unset shares the actor's slots (colocated)."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Ranks that serve one copy of the model together."""
+    """Ranks that together serve one copy of the model."""
     max_num_seqs: int = Field(256, ge=1)
-    """Sequences that one engine decodes at a time."""
+    """Maximum sequences that one engine decodes concurrently."""
     kv_cache_gb: float = Field(0.25, gt=0)
-    """GiB of key/value cache per engine on a CPU."""
+    """Key/value cache per engine on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
-    """Share of a GPU's memory that the engine may take (weights and key/value cache)."""
+    """Share of a GPU's memory that the engine may use (weights and key/value cache)."""
     canary_tolerance: float = Field(1e-3, gt=0)
-    """Largest difference of log-probs between trainer and engine after a weight push; above it training stops."""
+    """Maximum absolute difference of log-probs between trainer and engine after a weight push; above it training
+    stops."""
 
 
 class AgentConfig(Section):
-    """What happens between the turns of a conversation; without tools and environment there is one turn."""
+    """Multi-turn conversations; without tools and environment there is a single turn."""
 
     tools: tuple[str, ...] = ()
-    """Tools that the policy may call: names from rl_core/rollout/tools or `package.module:name` of your own."""
+    """Tools that the policy may call: names from rl_core/rollout/tools or a custom `package.module:name`."""
     mcp_servers: tuple[str, ...] = ()
-    """MCP servers whose tools the policy may call: a URL or a command line."""
+    """MCP servers whose tools the policy may call: a URL or a command line each."""
     parser: Literal["hermes", "qwen3_coder", "llama3", "mistral", "pythonic"] = "hermes"
-    """The form in which the model writes tool calls (docs/tools.md)."""
+    """Format in which the model writes tool calls (docs/tools.md)."""
     environment: str | None = None
-    """`package.module:Class` that answers a turn without tool calls: a simulated user, a game, a judge."""
+    """`package.module:Class` that responds to turns without tool calls: a simulated user, a game, a judge."""
     max_turns: int = Field(8, ge=1)
-    """Turns of the policy in one conversation."""
+    """Maximum policy turns per conversation."""
     max_tool_calls: int = Field(16, ge=1)
-    """Tool calls in one conversation; further ones are answered by an error message."""
+    """Maximum tool calls per conversation; further calls return an error message."""
     max_tool_tokens: int = Field(256, ge=8)
-    """Tokens of one tool's answer; a longer one is cut in the middle."""
+    """Maximum tokens of one tool result; longer results are truncated in the middle."""
     tool_timeout_s: float = Field(30.0, gt=0)
-    """Seconds for one tool call; then its process is killed and the policy reads an error message."""
+    """Seconds per tool call; then its process is killed and the policy receives an error message."""
     tool_processes: int = Field(1, ge=1)
-    """Processes of each rollout engine that run tools and environments."""
+    """Processes per rollout engine that run tools and environments."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Seconds for one conversation; then it has failed and trains nothing."""
+    """Seconds per conversation; then it counts as failed and is excluded from training."""

@@ -1,6 +1,6 @@
-"""The typed, frozen tree of settings; the text under a field says its unit and effect.
+"""The typed, frozen configuration schema; the docstring under a field gives its unit and effect.
 
-Importable without torch, Ray, Prefect or MLflow, so that a config can be checked anywhere in a moment.
+Importable without torch or Ray, so a config can be validated quickly on any machine.
 """
 
 import re
@@ -43,20 +43,20 @@ __all__ = [
 
 class TinyModelConfig(Section):
     hidden_size: int = Field(64, ge=32)
-    """Width of the offline model."""
+    """Hidden size of the offline model."""
     layers: int = Field(2, ge=1)
     """Number of transformer layers."""
     heads: int = Field(1, ge=1)
-    """Attention heads of 64 channels each."""
+    """Number of attention heads, 64 channels each."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: the model's own weights stay as they are, and are the reference. A critic trains in full."""
+    """Low-rank adapters: base weights are frozen and serve as the reference. A critic is still trained in full."""
 
     rank: int = Field(0, ge=0, le=512)
-    """Rank of the adapters that are trained instead of the policy's weights; 0 trains the weights themselves."""
+    """Rank of the adapters trained instead of the policy's weights; 0 trains all weights."""
     alpha: float = Field(32.0, gt=0)
-    """What an adapter adds is multiplied by alpha ÷ rank."""
+    """Adapter outputs are scaled by alpha ÷ rank."""
     target_modules: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -66,76 +66,76 @@ class LoraConfig(Section):
         "up_proj",
         "down_proj",
     )
-    """Names of the linear layers that get an adapter; [all-linear] takes all but the head."""
+    """Names of the linear layers that get an adapter; [all-linear] selects all except the head."""
     push: Literal["merged", "adapter"] = "merged"
-    """What goes to the rollout engine after a step. merged: whole weights with the adapters added; decodes fastest.
-    adapter: the adapters alone; little to send, and bfloat16 does not round small changes of the weights away."""
+    """Weights pushed to the rollout engine after each step. merged: full weights with the adapters merged in; fastest
+    decoding. adapter: adapters only; little to transfer, and bfloat16 does not round small weight changes away."""
 
 
 class ModelConfig(Section):
     path: str = "tiny"
-    """Folder of a Hugging Face checkpoint, or `tiny` for the offline model that is built in code."""
+    """Folder of a Hugging Face checkpoint, or `tiny` for the offline model built in code."""
     tiny: TinyModelConfig = TinyModelConfig()
-    """Shape of the offline model; only used with path `tiny`."""
+    """Size of the offline model; used only with model.path=tiny."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters; off by default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the computation and of the rollout engine's weights; master weights are always float32."""
+    """Data type of computation and of the rollout engine's weights; master weights are always float32."""
 
 
 class FSDPConfig(Section):
-    """How actor, critic and reference lie on the devices and compute; none of it changes what is learned."""
+    """Device layout and execution of actor, critic and reference; does not affect what is learned."""
 
     shard_size: int | None = Field(None, ge=1)
-    """Ranks over which weights, gradients and optimizer states are sharded; unset shards over all. Fewer than all is
-    HybridShard: groups of so many ranks hold a copy each."""
+    """Ranks over which weights, gradients and optimizer states are sharded; unset: all ranks. A smaller value is
+    HybridShard: each group of `shard_size` ranks holds one copy."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks that share each sequence (Ulysses); for sequences whose activations one device cannot hold."""
+    """Ranks that share each sequence (Ulysses); for sequences whose activations do not fit on one device."""
     activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    """Recompute each layer in the backward pass instead of storing its activations."""
     compile: bool = False
-    """Compile each layer with torch.compile: faster steps on CUDA after minutes of compiling."""
+    """Compile each layer with torch.compile: faster steps on CUDA after minutes of compilation."""
     offload: Literal["none", "idle", "always"] = "none"
-    """CUDA: what lies in the machine's memory. idle: weights and optimizer states while they are not in use (during
-    rollouts); always: weights, gradients and optimizer states, and the optimizer step runs there."""
+    """CUDA: what is kept in host memory. idle: weights and optimizer states while not in use (during rollouts).
+    always: weights, gradients and optimizer states; the optimizer step runs on the CPU."""
     reference_offload: bool = False
-    """CUDA: the reference's weights lie in the machine's memory and visit the device layer by layer."""
+    """CUDA: keep the reference's weights in host memory and copy them to the device layer by layer."""
 
 
 class WarmStartConfig(Section):
     steps: int = Field(0, ge=0)
-    """Supervised steps on the training rows' reference answers before reinforcement; 0 leaves the stage out."""
+    """Supervised steps on the reference answers of training rows before reinforcement learning; 0 skips the stage."""
     batch_size: int = Field(64, ge=1)
     """Rows per supervised step."""
     lr: float = Field(1e-3, gt=0)
-    """Learning rate, constant."""
+    """Constant learning rate."""
     stop_loss: float = Field(0.0, ge=0)
-    """Loss (nats per token, mean of the last 10 steps) at which the stage ends early; 0 runs all steps."""
+    """Loss (nats per token, mean of the last 10 steps) at which the stage stops early; 0 runs all steps."""
 
 
 class RegistryConfig(Section):
     model_name: str = "rollforward"
-    """Registered model in MLflow that versions of this run belong to."""
+    """Registered model in MLflow under which this run registers its versions."""
 
 
 class TrackingConfig(Section):
     uri: str | None = None
-    """MLflow tracking server; unset uses a SQLite file under the home folder."""
+    """URI of the MLflow tracking server; unset: a SQLite file in the home folder."""
     experiment: str = "rollforward"
-    """MLflow experiment."""
+    """Name of the MLflow experiment."""
     traces_per_step: int = Field(0, ge=0)
-    """Trajectories of each step that become MLflow traces; each takes about 0.03 s."""
+    """Trajectories per step logged as MLflow traces; each takes about 0.03 s."""
 
 
 class StorageConfig(Section):
     root: str | None = None
-    """Folder or URL (s3://…) that holds the runs; unset uses `runs` under the home folder."""
+    """Folder or URL (s3://…) that holds the runs; unset: `runs` in the home folder."""
     timeout_s: float = Field(60.0, gt=0)
-    """Longest wait for a request to a remote store, retries included; large files get a second more for each MiB."""
+    """Maximum seconds per request to a remote store, retries included; large files get one more second per MiB."""
 
 
 class RunConfig(Section):
-    """Everything that a run depends on."""
+    """Full configuration of a run."""
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -157,49 +157,49 @@ class RunConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks that train and roll out."""
+        """Number of training ranks; colocated rollout engines use the same ones."""
         return self.trainer.nodes * self.trainer.ranks_per_node
 
     @property
     def slots(self) -> int:
-        """Places in the cluster: those of the ranks, and of rollouts and reward model where they have their own."""
+        """Cluster slots needed: training ranks plus the separate pools of rollout engines and reward model, if any."""
         model, rollout = self.reward.model, self.rollout
         own = rollout.nodes * (rollout.ranks_per_node or 0)
         return self.world_size + own + (model.nodes * (model.ranks_per_node or 0) if model.path else 0)
 
     @property
     def colocated(self) -> bool:
-        """Whether rollout engines share the places of the actor."""
+        """Whether rollout engines share the actor's slots."""
         return self.rollout.ranks_per_node is None
 
     @property
     def rollout_ranks(self) -> int:
-        """Ranks that roll out."""
+        """Number of ranks that generate rollouts."""
         return self.world_size if self.colocated else self.rollout.nodes * (self.rollout.ranks_per_node or 0)
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence, prompt and response together."""
+        """Maximum tokens of a sequence (prompt and response)."""
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
     def max_staleness(self) -> int:
-        """Steps by which the weights that sample a token may be behind those that the step before made."""
+        """Maximum steps by which the weights that sample a token may lag behind the newest ones."""
         return {"sync": 0, "one_step_off": 1, "async": self.rollout.max_staleness}[self.rollout.mode]
 
     @property
     def multi_turn(self) -> bool:
-        """Whether anything may answer the policy's first turn."""
+        """Whether tools or an environment may respond to the policy's turns."""
         return bool(self.agent.tools or self.agent.mcp_servers or self.agent.environment)
 
     @property
     def shard_size(self) -> int:
-        """Ranks that hold one copy of the weights together."""
+        """Number of ranks that together hold one copy of the weights."""
         return self.fsdp.shard_size or self.world_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Groups of ranks that train on rows of their own."""
+        """Number of data-parallel groups of ranks."""
         return self.world_size // self.fsdp.sequence_parallel_size
 
     @property
@@ -214,11 +214,11 @@ class RunConfig(Section):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether advantages come from a value model."""
+        """Whether advantages are computed with a value model."""
         return self.algorithm.estimator == "gae"
 
     def _layout_checks(self) -> list[tuple[object, str]]:
-        """What has to hold of the ranks, each with the words for when it does not."""
+        """Checks of ranks and sharding: (condition, message if it fails)."""
         rows = self.mini_batch_size * self.rollout.n
         return [
             (
@@ -244,30 +244,31 @@ class RunConfig(Section):
             ),
             (
                 self.reward.model.nodes == 1 or self.reward.model.ranks_per_node,
-                f"reward.model.nodes={self.reward.model.nodes} needs reward.model.ranks_per_node, which gives the "
-                "reward model a pool of its own",
+                f"reward.model.nodes={self.reward.model.nodes} requires reward.model.ranks_per_node (a separate pool "
+                "for the reward model)",
             ),
         ]
 
     def _rollout_checks(self) -> list[tuple[object, str]]:
-        """What has to hold of rollouts, each with the words for when it does not."""
+        """Checks of the rollout settings: (condition, message if it fails)."""
         rollout = self.rollout
-        compares = self.correction.weights != "none" or self.correction.reject != "none" or self.max_staleness > 0
+        compares_log_probs = (
+            self.correction.weights != "none" or self.correction.reject != "none" or self.max_staleness > 0
+        )
         return [
             (
                 rollout.mode == "sync" or not self.colocated,
-                f"rollout.mode={rollout.mode} makes rollouts while the actor trains and needs rollout.ranks_per_node, "
-                "which gives the engines a pool of their own",
+                f"rollout.mode={rollout.mode} generates rollouts while the actor trains and requires "
+                "rollout.ranks_per_node (a separate pool for the engines)",
             ),
             (
                 rollout.nodes == 1 or not self.colocated,
-                f"rollout.nodes={rollout.nodes} needs rollout.ranks_per_node, which gives the engines a pool of their "
-                "own",
+                f"rollout.nodes={rollout.nodes} requires rollout.ranks_per_node (a separate pool for the engines)",
             ),
             (
                 self.rollout_ranks % rollout.tensor_parallel_size == 0,
                 f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} must divide the {self.rollout_ranks} "
-                "ranks that roll out",
+                "rollout ranks",
             ),
             (
                 self.model.path != "tiny" or self.model.tiny.heads % rollout.tensor_parallel_size == 0,
@@ -275,24 +276,24 @@ class RunConfig(Section):
                 f"{self.model.tiny.heads}",
             ),
             (
-                not compares or (rollout.top_p == 1 and not rollout.top_k),
-                "corrections and stale rollouts compare log-probs of engine and trainer, which rollout.top_p and "
-                "rollout.top_k make those of a part of the vocabulary; set rollout.top_p=1 and rollout.top_k=0",
+                not compares_log_probs or (rollout.top_p == 1 and not rollout.top_k),
+                "corrections and stale rollouts compare log-probs of engine and trainer over the full vocabulary and "
+                "require rollout.top_p=1 and rollout.top_k=0",
             ),
             (
-                not compares or rollout.log_probs,
-                "corrections and stale rollouts need the engine's log-probs; set rollout.log_probs=true",
+                not compares_log_probs or rollout.log_probs,
+                "corrections and stale rollouts require the engine's log-probs (rollout.log_probs=true)",
             ),
             (
                 self.colocated or not (self.model.lora.rank and self.model.lora.push == "adapter"),
-                "model.lora.push=adapter needs rollout engines on the actor's places; unset rollout.ranks_per_node or "
-                "set model.lora.push=merged",
+                "model.lora.push=adapter requires rollout engines that share the actor's slots (rollout.ranks_per_node "
+                "unset), otherwise use model.lora.push=merged",
             ),
         ]
 
     def _data_checks(self) -> list[tuple[object, str]]:
-        """What has to hold of the sources of rows."""
-        alone = [
+        """Checks of the data sources: (condition, message if it fails)."""
+        ignored = [
             f"data.{name}={getattr(self.data, name)}"
             for name, field in SourceConfig.model_fields.items()
             if getattr(self.data, name) != field.default
@@ -302,55 +303,54 @@ class RunConfig(Section):
             *(
                 (
                     entry.source != "files" or (entry.path and entry.val_path),
-                    f"{name}.source=files needs {name}.path (training rows) and {name}.val_path (held-out rows)",
+                    f"{name}.source=files requires {name}.path (training rows) and {name}.val_path (held-out rows)",
                 )
                 for name, entry in (entries or {"data": self.data}).items()
             ),
             (
-                not (self.data.mixture and alone),
-                f"{' and '.join(alone)} would be ignored beside data.mixture, whose entries have such settings of "
-                "their own",
+                not (self.data.mixture and ignored),
+                f"{' and '.join(ignored)} would be ignored because data.mixture is set (set this in its entries)",
             ),
         ]
 
     def _learning_checks(self) -> list[tuple[object, str]]:
-        """What has to hold of advantages and losses, each with the words for when it does not."""
+        """Checks of advantages and losses: (condition, message if it fails)."""
         return [
             (
                 self.algorithm.estimator not in GROUP_ESTIMATORS or self.rollout.n > 1,
-                f"algorithm.estimator={self.algorithm.estimator} compares responses of one prompt and needs rollout.n "
-                "of at least 2",
+                f"algorithm.estimator={self.algorithm.estimator} compares responses to the same prompt and requires "
+                "rollout.n of at least 2",
             ),
             (
                 self.algorithm.estimator != "gdpo"
                 or not (self.algorithm.kl_in_reward_coef or self.algorithm.overlong_buffer),
-                "algorithm.estimator=gdpo reads the scorer's named rewards, which algorithm.kl_in_reward_coef and "
-                "algorithm.overlong_buffer do not reach; use actor.kl_loss_coef, or penalise length in the scorer",
+                "algorithm.estimator=gdpo uses the scorer's named rewards, to which algorithm.kl_in_reward_coef and "
+                "algorithm.overlong_buffer do not apply (use actor.kl_loss_coef, or penalise length in the scorer)",
             ),
             (
                 self.algorithm.allow_both_kl
                 or not (self.actor.kl_loss_coef > 0 and self.algorithm.kl_in_reward_coef > 0),
-                "KL is both in the loss (actor.kl_loss_coef) and in the reward (algorithm.kl_in_reward_coef); "
-                "set one to 0 or algorithm.allow_both_kl=true",
+                "KL is both in the loss (actor.kl_loss_coef) and in the reward (algorithm.kl_in_reward_coef), which "
+                "requires algorithm.allow_both_kl=true",
             ),
             (
                 self.data.max_prompt_length + self.data.max_response_length <= self.actor.max_tokens_per_micro_batch,
-                f"actor.max_tokens_per_micro_batch={self.actor.max_tokens_per_micro_batch} cannot hold one sequence of "
+                f"actor.max_tokens_per_micro_batch={self.actor.max_tokens_per_micro_batch} is less than one sequence, "
                 f"data.max_prompt_length + data.max_response_length = "
                 f"{self.data.max_prompt_length + self.data.max_response_length} tokens",
             ),
             (
                 all(re.fullmatch(r"[^=]+=-?\d+(\.\d+)?", pair) for pair in self.algorithm.reward_weights),
-                "algorithm.reward_weights takes entries NAME=WEIGHT such as length=0.5, not "
+                "algorithm.reward_weights takes entries of the form NAME=WEIGHT such as length=0.5, not "
                 + ", ".join(self.algorithm.reward_weights),
             ),
             (
                 self.correction.weight_bounds[0] < self.correction.weight_bounds[1],
-                "the lower one of correction.weight_bounds comes first",
+                "correction.weight_bounds must be in ascending order",
             ),
             (
                 self.correction.reject_bounds[0] < self.correction.reject_bounds[1],
-                "the lower one of correction.reject_bounds comes first",
+                "correction.reject_bounds must be in ascending order",
             ),
         ]
 
@@ -366,18 +366,18 @@ class RunConfig(Section):
                 or self.reward.model.path
                 or self.reward.extra_functions
                 or self.multi_turn,
-                "reward.function=none leaves the scoring to others and needs reward.model.path, "
-                "reward.extra_functions, or tools or an environment that give rewards",
+                "reward.function=none requires another source of rewards: reward.model.path, reward.extra_functions, "
+                "agent.tools, agent.mcp_servers or agent.environment",
             ),
             *self._learning_checks(),
             *self._data_checks(),
             (
                 re.fullmatch(r"(?!\.{1,2}$)(?=.*\S)[^/:'\"]+", self.registry.model_name),
-                f"registry.model_name={self.registry.model_name!r} must be a name without / : ' and \"",
+                f"registry.model_name={self.registry.model_name!r} must not be blank or contain / : ' or \"",
             ),
             *gate_checks(self.evaluation, self.gate, self.needs_reference),
         ]
-        problems = [message for fine, message in checks if not fine]
+        problems = [message for passed, message in checks if not passed]
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -1,8 +1,8 @@
-"""The `\\boxed{…}` in which texts of mathematics give their answer."""
+"""The `\\boxed{…}` that marks the answer in mathematical texts."""
 
 BOX = "\\boxed{"
 MAX_ANSWER = 1000
-"""Characters that a box may hold."""
+"""Maximum characters in a box."""
 
 
 def in_box(answer: str) -> str:
@@ -11,7 +11,7 @@ def in_box(answer: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """What the last box holds; None where there is none, or it is not closed within MAX_ANSWER characters."""
+    """Content of the last box; None if there is none or it is not closed within MAX_ANSWER characters."""
     start = text.rfind(BOX)
     if start < 0:
         return None

@@ -1,6 +1,6 @@
-"""One look at all rows before a run: what is in them, what is left out, and what keeps the run from starting.
+"""Check of all rows before a run: contents, dropped rows, and problems that prevent the run from starting.
 
-Memory does not grow with the rows but for one hash each: 8 bytes a training row, about 200 a held-out one.
+Memory grows only by one hash per row: 8 bytes per training row, about 200 bytes per held-out row.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["DataReport", "Dropped", "Problem", "check_data"]
 
 SPLITS = ("val", "train")
-"""Held-out rows come first, so that a training row with one of their prompts is known at once."""
+"""Held-out rows are checked first, so that training rows with one of their prompts are detected immediately."""
 MAX_STOPPING_ROWS = 1000
-"""Rows that keep the run from starting, after which the look ends: more of them tell a person nothing new."""
+"""Number of blocking rows after which the check stops."""
 MAX_PROBLEMS = 100
-"""Kinds of problems of each level that are told apart."""
+"""Maximum number of distinct problems per level; further ones are not reported."""
 PROGRESS_S = 2.0
 
 Keep = Callable[[str, Row, int], None]
@@ -37,7 +37,7 @@ Keep = Callable[[str, Row, int], None]
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that `data.drop` has left out, and why."""
+    """A row dropped according to `data.drop`, and why."""
 
     split: str
     where: str
@@ -57,11 +57,11 @@ def check_data(
     on_drop: Callable[[Dropped], None] = lambda dropped: None,
     on_rows: Callable[[int], None] = lambda count: None,
 ) -> DataReport:
-    """What is in the rows of all sources, each read once; problems are in the report and are not raised.
+    """Report on the rows of all sources, each read once; problems are listed in the report, not raised.
 
-    `keep(split, row, prompt tokens)` gets every row that stays, until something stops the run; `counted_by` says whose
-    the tokens are; `on_rows(count)` is called about every two seconds. Raises TransientError when the storage behind a
-    source fails.
+    `keep(split, row, prompt tokens)` receives every kept row until a blocking problem occurs; `counted_by` describes
+    the tokenizer; `on_rows(count)` is called about every two seconds. Raises TransientError if the storage of a source
+    fails.
     """
     begin = time.monotonic()
     check = _Check(config, tokenizer, tools_of, keep, on_drop, on_rows)
@@ -84,12 +84,12 @@ def check_data(
 
 
 def tokenizer_text(path: str) -> str:
-    """Whose tokens are counted, in words, for a model.path."""
-    return "the offline model, one a character; model.path=FOLDER counts another model's" if path == "tiny" else path
+    """Description of the tokenizer of a model.path."""
+    return "the offline model (one per character); model.path=FOLDER selects another" if path == "tiny" else path
 
 
 class _Check:
-    """The state of one look."""
+    """The state of one check."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Check:
         self._reported = time.monotonic()
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What the call returns, or None when it raises InputError, which then is a problem."""
+        """The result of the call; an InputError is recorded as a blocking problem and gives None."""
         try:
             return call(*args)
         except InputError as error:
@@ -120,14 +120,14 @@ class _Check:
             return self._problem("stop", error)
 
     def source(self, split: str, label: str, found: Iterable[Found]) -> Tally:
-        """Looks at all rows that the source has in the split."""
+        """Checks all rows of the source in the split."""
         tally = Tally(split, label)
         prefix = split if len(self.config.sources) == 1 else f"{split} ({label})"
         self.guarded(self._all, found, tally, prefix)
         return tally
 
     def amounts(self, tallies: list[Tally], splits: tuple[str, ...]) -> None:
-        """Finds splits of too few rows or of too many that were dropped."""
+        """Records splits with too few rows or too many dropped ones."""
         for split in splits:
             parts = [tally for tally in tallies if tally.split == split]
             seen = sum(tally.seen for tally in parts)
@@ -178,7 +178,7 @@ class _Check:
             self._keep(tally, row, tokens)
 
     def _fresh(self, tally: Tally, row: Row, where: str) -> bool:
-        """Whether the row stays although others may have its prompt."""
+        """Whether to keep the row, given the prompts of earlier rows."""
         number = rules.prompt_hash(row)
         same = self._held_out.get(number)
         if tally.split == "train" and same:
@@ -188,9 +188,10 @@ class _Check:
         if tally.split == "val":
             self._held_out.setdefault(number, where)
         if not new:
-            tally.fault("duplicate", f"{where}: the prompt of {same or 'an earlier row'}")
+            detail = f"the prompt of {same or 'an earlier row'}"
+            tally.fault("duplicate", f"{where}: {detail}")
             if "duplicate" in self.config.drop:
-                self.on_drop(Dropped(tally.split, where, "duplicate", f"the prompt of {same or 'an earlier row'}"))
+                self.on_drop(Dropped(tally.split, where, "duplicate", detail))
                 return False
         return True
 
@@ -203,7 +204,7 @@ class _Check:
             self.keep(tally.split, row, tokens)
 
     def _fault(self, tally: Tally, kind: str, error: InputError) -> None:
-        """A row that is left out, which stops the run unless `data.drop` has such rows."""
+        """Records a row that is not kept; it stops the run unless `data.drop` lists its kind."""
         tally.fault(kind, f"{error.where}: {error.seen}")
         if kind in self.config.drop:
             self.on_drop(Dropped(tally.split, writable(error.where), kind, writable(error.seen)))
@@ -215,14 +216,14 @@ class _Check:
                 error.expected,
                 error.seen,
                 error.where,
-                f"{error.fix}, or data.drop=[{reasons}] to leave such rows out",
+                f"{error.fix}, or set data.drop=[{reasons}] to drop such rows",
             )
         self._problem("stop", error)
-        if kind == "overlong" and error.expected in self.problems:  # the fix has the longest so far
+        if kind == "overlong" and error.expected in self.problems:  # the fix names the maximum length so far
             self.problems[error.expected] = dataclasses.replace(self.problems[error.expected], fix=error.fix)
 
     def _problem(self, level: Literal["stop", "warning"], error: InputError) -> None:
-        """Keeps the first problem of a kind, which is what was expected, and counts the others."""
+        """Records the first problem of a kind (identified by its `expected`) and counts further ones."""
         same = self.problems.get(error.expected)
         if same:
             self.problems[error.expected] = dataclasses.replace(same, rows=same.rows + 1)

@@ -1,4 +1,4 @@
-"""Prepared rows with their prompts as tokens."""
+"""Prepared rows with tokenized prompts."""
 
 import bisect
 import itertools
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPTS_KEPT = 1 << 16
-"""Prompts whose tokens are kept: 4 bytes a token."""
+"""Prompts whose tokens are cached, at 4 bytes per token."""
 
 Schema = dict[str, Any]
 ToolsOf = Callable[[Row], list[Schema]]
-"""The schemas of the tools that a row's policy may call, which are part of its prompt."""
+"""Returns the schemas of the tools available in a row, which are part of its prompt."""
 
 
 def without_tools(row: Row) -> list[Schema]:
@@ -32,22 +32,22 @@ def without_tools(row: Row) -> list[Schema]:
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", path: str) -> None:
-    """Raises InputError when the tokenizer has no chat template."""
+    """Raises InputError if the tokenizer has no chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             "a tokenizer with a chat template",
             "no chat template in its folder",
             path,
-            "use an instruction-tuned model, or put a chat_template.jinja beside the tokenizer's files",
+            "use an instruction-tuned model, or add a chat_template.jinja to the tokenizer's folder",
         )
 
 
 def encode_prompt(
     tokenizer: "PreTrainedTokenizerBase", prompt: list[dict[str, str]], where: str, tools: list[Schema] | None = None
 ) -> list[int]:
-    """Token ids of the messages, with the schemas of tools, and the start of the answer.
+    """Token ids of the messages with the schemas of tools, up to the start of the answer.
 
-    Raises InputError when the template refuses them.
+    Raises InputError if the chat template rejects them.
     """
     try:
         return list(
@@ -61,17 +61,17 @@ def encode_prompt(
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise InputError(
-            "messages that the model's chat template accepts",
-            f"{type(error).__name__}: {error}",
-            where,
-            "change the roles or their order in the row's prompt",
+            expected="messages that the model's chat template accepts",
+            seen=f"{type(error).__name__}: {error}",
+            where=where,
+            fix="change the roles or their order in the row's prompt",
         ) from error
 
 
 class RLHFDataset:
-    """Rows of one split; item i is the row with its `prompt_ids`, which are made on use and kept for a while.
+    """Rows of one split; item i is the row with its `prompt_ids`, which are computed on access and cached.
 
-    Rows of several sources lie one source after the other, `sizes` says how many each has.
+    Rows of several sources are concatenated; `sizes` is the number of rows of each.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class RLHFDataset:
     def load(
         cls, store: Store, split: str, tokenizer: "PreTrainedTokenizerBase", tools_of: ToolsOf = without_tools
     ) -> "RLHFDataset":
-        """The split (`train` or `val`) that `prepare_data` has committed; raises InputError when there is none."""
+        """The split (`train` or `val`) committed by `prepare_data`; raises InputError if there is none."""
         manifest = store.read_manifest(run_files.DATA)
         if manifest is None:
-            raise InputError("prepared data", "no committed folder data", store.url, "prepare the data first")
+            raise InputError("prepared data", "no committed folder `data`", store.url, "prepare the data first")
         sizes = [source["train_rows"] for source in manifest["meta"]["sources"]] if split == "train" else None
         rows, count = StoredRows(store, split), manifest["meta"][f"{split}_rows"]
         if len(rows) != count:
-            raise TransientError(f"{store.url} shows {len(rows)} of the {count} {split} rows that were committed")
+            raise TransientError(f"{store.url} lists only {len(rows)} of the {count} committed {split} rows")
         return cls(rows, tokenizer, tools_of, sizes)
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class RLHFDataset:
         return {"prompt_ids": self._prompt_ids(i).tolist(), **self.rows[i]}
 
     def source_of(self, i: int) -> int:
-        """The number of the source that row i is of."""
+        """Index of the source of row i."""
         return bisect.bisect_right(self._ends, i)
 
     def _encode(self, i: int) -> "array[int]":

@@ -1,4 +1,4 @@
-"""Made problems about a line of digits; sources differ in the answer, and no multiset of digits is in both splits."""
+"""Generated problems about a line of digits; sources differ in the answer, and splits share no multiset of digits."""
 
 import functools
 import hashlib
@@ -17,26 +17,26 @@ TRAIN_ROWS, VAL_ROWS = 4096, 256
 HELD_OUT_SHARE = 8
 """One in this many digit multisets is held out."""
 ENUMERABLE = 8
-"""Up to this many digits the held-out problems are counted; above there are more than a memory holds."""
+"""Maximum digits for which the held-out problems are counted; for more, there are too many to enumerate."""
 
 
 def digit_rows(
     config: SourceConfig, seed: int, source: str, ability: str, answer: Callable[[str], str]
 ) -> tuple[list[Row], list[Row]]:
-    """Training rows (with repeats) and held-out rows (unique) whose answer is that of the line of digits.
+    """Training rows (with repeats) and held-out rows (unique); `answer(line of digits)` is the ground truth.
 
-    Raises InputError when more held-out rows are asked for than exist.
+    Raises InputError if more held-out rows are requested than exist.
     """
-    wanted = config.val_rows or VAL_ROWS
+    val_rows = config.val_rows or VAL_ROWS
     if config.difficulty <= ENUMERABLE:
-        _check_enough(config.difficulty, wanted, seed)
+        _check_enough(config.difficulty, val_rows, seed)
 
     def rows(split: str, count: int) -> list[Row]:
         lines = _draw(config.difficulty, count, seed, held_out=split == "val")
         pairs = [(" ".join(line), answer(line)) for line in lines]
-        return [make_row(source, line, ability, right, right, split, i) for i, (line, right) in enumerate(pairs)]
+        return [make_row(source, line, ability, truth, truth, split, i) for i, (line, truth) in enumerate(pairs)]
 
-    return rows("train", config.train_rows or TRAIN_ROWS), rows("val", wanted)
+    return rows("train", config.train_rows or TRAIN_ROWS), rows("val", val_rows)
 
 
 def _draw(digits: int, count: int, seed: int, held_out: bool) -> list[str]:
@@ -58,18 +58,18 @@ def _draw(digits: int, count: int, seed: int, held_out: bool) -> list[str]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _is_held_out(sorted_digits: str, seed: int) -> bool:
-    # By the digits, not by the line: whatever the order asked for, nothing about a held-out answer is seen in training.
+    # By the multiset, not the line: whatever order a source asks for, training reveals nothing about a held-out answer.
     digest = hashlib.sha256(f"{seed}:{sorted_digits}".encode()).digest()
     return digest[0] % HELD_OUT_SHARE == 0
 
 
-def _check_enough(digits: int, wanted: int, seed: int) -> None:
+def _check_enough(digits: int, val_rows: int, seed: int) -> None:
     multisets = ["".join(m) for m in itertools.combinations_with_replacement("0123456789", digits)]
     held_out = sum(_orderings(multiset) for multiset in multisets if _is_held_out(multiset, seed))
-    if wanted > held_out:
+    if val_rows > held_out:
         raise InputError(
             f"at most {held_out} held-out rows of {digits} digits",
-            f"{wanted}",
+            f"{val_rows}",
             "data.val_rows",
             f"set data.val_rows={held_out} or raise data.difficulty" if held_out else "raise data.difficulty",
         )

@@ -1,4 +1,4 @@
-"""Records of data files: which files a path names, what stands in them, and whether they have changed since."""
+"""Data files: resolution of paths, reading of records, and detection of changed files."""
 
 import glob
 import gzip
@@ -25,26 +25,26 @@ from rl_core.storage.store import Store
 
 Paths = str | tuple[str, ...]
 CheckColumns = Callable[[Collection[str], str], None]
-"""Raises InputError when the columns, of the file that is named next, are not those that are needed."""
+"""Called with a file's columns and URL; raises InputError if required columns are missing."""
 
 BATCH_ROWS = 256
-"""Rows that are taken from a file of columns at once."""
+"""Rows per batch read from a columnar file."""
 READ_AHEAD = 1 << 20
-"""Bytes that are read at once, of each column where a file has columns."""
+"""Bytes per read; in columnar files, per column."""
 _KINDS = {
     ".parquet": "parquet",
     **dict.fromkeys((".jsonl", ".json", ".jsonl.gz", ".json.gz"), "JSON lines"),
     **dict.fromkeys((".arrow", ".feather"), "Arrow"),
 }
-_DATA_FILES = f"files that end in {', '.join(_KINDS)}"
+_DATA_FILES = f"files ending in {', '.join(_KINDS)}"
 _NO_DATA = {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
-"""What the package `datasets` writes beside its data."""
+"""Metadata files that the package `datasets` writes next to its data."""
 _ETAGS = ("ETag", "etag", "md5Hash")
 
 
 @dataclass(frozen=True)
 class _File:
-    """A data file; its name is relative to the folder that it was found in."""
+    """A data file; its name is relative to the folder it was found in."""
 
     name: str
     url: str
@@ -60,23 +60,22 @@ class _File:
 def read_records(
     path: Paths, columns: Collection[str] | None, check_columns: CheckColumns | None = None
 ) -> Iterator[tuple[Found, str]]:
-    """Records of the files, one after the other, each with where it stands; a line that is none is an InputError.
+    """Records of all files in order, each with its location; an invalid line is returned as an InputError.
 
-    Of `columns` those are read that a file has (None: all). Memory is bounded by a batch of rows, for Arrow files by
-    one of their record batches. Raises InputError when a file is missing, damaged or of another format, when
-    `check_columns` refuses the columns of one that has them, and when there is no record at all; TransientError when
-    the storage fails.
+    Only `columns` present in a file are read (None: all). Memory is bounded by a batch of rows, for Arrow files by one
+    record batch. Raises InputError if a file is missing, damaged or of an unknown format, if `check_columns` rejects
+    the columns of a columnar file, or if there is no record at all; TransientError if the storage fails.
     """
     return _records(_found(path), columns, check_columns)
 
 
 def file_identity(path: Paths) -> dict[str, str]:
-    """A mark for each file, by its name: `size:mtime_ns:sha256`, or where it is remote `size:ETag`."""
+    """Identity of each file by name: `size:mtime_ns:sha256`, or `size:ETag` for remote files."""
     return {file.name: _mark(file) for file in _found(path)}
 
 
 def changed_files(recorded: dict[str, str], path: Paths) -> list[str]:
-    """What has changed since `file_identity` gave `recorded`, a sentence a file; a copied file is no change."""
+    """Changes since `file_identity` returned `recorded`, one sentence per file; a mere copy is not a change."""
     now = {file.name: file for found in _matched(path).values() for file in found}
     changes = []
     for name in sorted(recorded.keys() | now.keys(), key=_natural):
@@ -93,13 +92,13 @@ def _found(path: Paths) -> list[_File]:
     matched = _matched(path)
     for one, files in matched.items():
         if not files:
-            fix = "give the path or URL of an existing file, of a folder with such files, or a pattern that finds some"
-            raise InputError(_DATA_FILES, "no such file, or a folder without any", one, fix)
+            fix = "use the path or URL of an existing file, of a folder with such files, or a pattern that matches some"
+            raise InputError(_DATA_FILES, "no such file, or a folder without such files", one, fix)
     return list({file.url: file for files in matched.values() for file in files}.values())
 
 
 def _matched(path: Paths) -> dict[str, list[_File]]:
-    """Data files of each path; where there are several, files go by their whole names."""
+    """Data files of each path; with several paths, files are named by their full URLs."""
     if isinstance(path, str):
         return {path: _matched_by(path)}
     if len(path) == 1:
@@ -111,7 +110,7 @@ def _matched_by(path: str) -> list[_File]:
     try:
         store = Store(path)
     except InputError as error:
-        raise InputError("a path, or a URL of storage that is installed", error.seen, path, error.fix) from error
+        raise InputError("a path, or a URL of an installed file system", error.seen, path, error.fix) from error
     fs, root = store.fs, store.root
     with _reading(path, "data"):
         try:
@@ -126,7 +125,7 @@ def _matched_by(path: str) -> list[_File]:
             inside = fs.find(folder, detail=True)
             files |= {name: info for name, info in inside.items() if _is_data(name[len(folder) :].lstrip("/"))}
     if root in there and not folders and not files:
-        raise InputError(_DATA_FILES, "a file of another kind", path, "write it anew, with pandas for example")
+        raise InputError(_DATA_FILES, "a file of another format", path, "convert it, for example with pandas")
     base = root if root in folders else before.rpartition("/")[0]
     found = [
         _File(name[len(base) :].lstrip("/"), name if store.is_local else fs.unstrip_protocol(name), fs, name, info)
@@ -160,7 +159,7 @@ def _records(
             yield record, f"{file.url}, row {number}"
     if not any_record:
         where = files[0].url + (f" and {len(files) - 1} more" if len(files) > 1 else "")
-        raise InputError("at least one row", "an empty file", where, "write rows into it or give another file")
+        raise InputError("at least one row", "an empty file", where, "add rows to it or use another file")
 
 
 def _read(file: _File, columns: Collection[str] | None, check_columns: CheckColumns | None) -> Iterator[Found]:
@@ -180,15 +179,15 @@ def _read(file: _File, columns: Collection[str] | None, check_columns: CheckColu
 
 
 def _parquet(file: io.RawIOBase, columns: Collection[str] | None) -> tuple[list[str], Iterator[pa.RecordBatch]]:
-    """Names of all columns, and batches of those that are asked for."""
+    """Names of all columns, and batches of the requested ones."""
     parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=READ_AHEAD)
     names = parquet.schema_arrow.names
-    wanted = [name for name in names if columns is None or name in columns]
-    return names, parquet.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
+    selected = [name for name in names if columns is None or name in columns]
+    return names, parquet.iter_batches(BATCH_ROWS, columns=selected, use_threads=False)
 
 
 def _arrow(file: io.BufferedReader, columns: Collection[str] | None) -> tuple[list[str], Iterator[pa.RecordBatch]]:
-    """As `_parquet`, of both of Arrow's formats: the one for files and the one for streams, which `datasets` writes."""
+    """Like `_parquet`, for both Arrow formats: the file format and the stream format, which `datasets` writes."""
     is_file = file.read(6) == b"ARROW1"
 
     def reader(fields: list[int]) -> Any:
@@ -202,7 +201,7 @@ def _arrow(file: io.BufferedReader, columns: Collection[str] | None) -> tuple[li
 
 
 def _is_json(kind: pa.DataType) -> bool:
-    """Whether JSON has such values; dates and bytes become texts."""
+    """Whether values of this type are JSON values; others (dates, bytes) are converted to strings."""
     if pa.types.is_dictionary(kind):
         return _is_json(kind.value_type)
     if pa.types.is_nested(kind):
@@ -217,14 +216,14 @@ def _json_lines(file: io.RawIOBase, url: str, columns: Collection[str] | None) -
     if url.lower().endswith(".gz"):
         stream = _buffered(gzip.GzipFile(fileobj=stream))
     if stream.peek(1)[:1024].lstrip()[:1] == b"[":
-        raise ValueError("a JSON list: write each of its items on a line of its own, as jq -c '.[]' does")
+        raise ValueError("a JSON list: write one item per line, as jq -c '.[]' does")
     for number, line in enumerate(stream, start=1):
         if line.strip():
             yield _record(line, f"{url}, line {number}", columns)
 
 
 def _buffered(file: Any) -> io.BufferedReader:
-    """The file with few large reads, as each is a request where it is remote."""
+    """Buffers the file, so that a remote one is read in few large requests."""
     return io.BufferedReader(file, READ_AHEAD)
 
 
@@ -234,8 +233,8 @@ def _record(line: bytes, where: str, columns: Collection[str] | None) -> Found:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        seen = line[:80].decode("utf-8", "replace").rstrip()
-        return InputError("one JSON object per line", seen, where, "correct or remove the line")
+        start = line[:80].decode("utf-8", "replace").rstrip()
+        return InputError("one JSON object per line", start, where, "correct or remove the line")
     return record if columns is None else {name: value for name, value in record.items() if name in columns}
 
 
@@ -250,21 +249,21 @@ def _mark(file: _File) -> str:
 
 
 def _change(recorded: str, file: _File) -> str:
-    """How the file differs from its recorded mark; nothing when it does not."""
+    """Description of how the file differs from its recorded identity; empty if it does not."""
     size, _, rest = recorded.partition(":")
     with _reading(file.url, "data"):
         now = os.stat(file.path).st_size if file.is_local else file.info["size"]
         if str(now) != size:
             return f"{int(size):,} → {now:,} bytes"
-        # The same time is enough, so that a resume need not read everything again.
+        # An equal modification time suffices, so that a resume need not read all files again.
         if file.is_local and rest.startswith(f"{os.stat(file.path).st_mtime_ns}:"):
             return ""
     same = _mark(file).rpartition(":")[2] == rest.rpartition(":")[2]
-    return "" if same else f"other content in {now:,} bytes"
+    return "" if same else f"content changed ({now:,} bytes)"
 
 
 class _Source(io.RawIOBase):
-    """A file that keeps the error of its storage, as Arrow makes some an error of its own."""
+    """A file that records errors of its storage, because Arrow replaces some of them by its own."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -294,7 +293,7 @@ class _Source(io.RawIOBase):
 
 @contextmanager
 def _opened(file: _File) -> Iterator[_Source]:
-    """The file, read without a cache of fsspec's: columns are read in turns, each of which would fill it anew."""
+    """The file, opened without fsspec's cache, which alternating reads of columns would refill each time."""
     with file.fs.open(file.path, "rb", cache_type="none") as opened:
         source = _Source(opened)
         try:
@@ -307,31 +306,31 @@ def _opened(file: _File) -> Iterator[_Source]:
 
 @contextmanager
 def _reading(url: str, kind: str) -> Iterator[None]:
-    """Turn whatever opening and reading a file raises into this project's kinds of errors."""
+    """Convert all errors of opening and reading a file into InputError and TransientError."""
     try:
         with storage_errors(url), _damage():
             yield
     except FileNotFoundError:
-        raise InputError(_DATA_FILES, "no such file", url, "give the path of an existing file") from None
+        raise InputError(_DATA_FILES, "no such file", url, "use the path of an existing file") from None
     except (ValueError, pa.ArrowException) as error:
-        fix = "write it again with pyarrow, pandas or another tool, or give another file"
+        fix = "write it again with pyarrow, pandas or another tool, or use another file"
         raise InputError(f"a valid {kind} file", (str(error).splitlines() or [""])[0], url, fix) from error
     except InputError as error:
         if error.__cause__ is None:
             raise
-        fix = "give a file that this user may read" if isinstance(error.__cause__, OSError) else error.fix
+        fix = "use a file that this user can read" if isinstance(error.__cause__, OSError) else error.fix
         raise InputError("a readable file", error.seen, url, fix) from error
 
 
 @contextmanager
 def _damage() -> Iterator[None]:
-    """Damaged content as ValueError, also where its reader calls it an error of the storage."""
+    """Convert errors about damaged content to ValueError, including those raised as storage errors."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(str(error)) from error
     except OSError as error:
-        # Arrow's own: those of a file system have a number or a class.
+        # Raised by Arrow: errors of a file system have an errno or a subclass.
         if type(error) is OSError and error.errno is None:
             raise ValueError(str(error)) from error
         raise

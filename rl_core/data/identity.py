@@ -1,4 +1,4 @@
-"""Whether a run would be made of other data than an earlier one, without making its rows."""
+"""Identity of a run's data, computed without building its rows."""
 
 import hashlib
 import json
@@ -8,10 +8,10 @@ from rl_core.data.files import file_identity
 
 
 def data_identity(config: DataConfig, seed: int) -> str:
-    """Hash of what the rows would be made of: the settings of the data and the content of its files.
+    """SHA-256 (hexadecimal) of everything that determines the rows: data settings, file contents and seed.
 
-    Names and times of files do not count. Rows that are made on the fly follow from settings and seed. Raises
-    InputError and TransientError as `file_identity` does.
+    Names and times of files are ignored. Generated rows are determined by settings and seed. Raises InputError and
+    TransientError like `file_identity`.
     """
     known = {
         "settings": config.model_dump(mode="json", exclude={"path": True, "val_path": True, "mixture": True}),
@@ -28,5 +28,5 @@ def _source(source: SourceConfig) -> list[object]:
 
 def _contents(path: str | tuple[str, ...]) -> list[str]:
     marks = [mark.split(":") for mark in file_identity(path).values()]
-    # Size, time and hash where the file is local; the time is no content.
+    # Local files: size, time and hash; the time is dropped.
     return sorted(":".join(mark[::2] if len(mark) == 3 else mark) for mark in marks)

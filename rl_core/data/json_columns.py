@@ -1,18 +1,18 @@
-"""Nested values of records as they were before files of columns held them."""
+"""Restores nested values of records that were changed by storage in columnar files."""
 
 import json
 from typing import Any
 
 
 def without_none(value: Any) -> Any:
-    """The value without entries of dicts, however deep, that are None: a column of structs gives every row all keys."""
+    """The value without dict entries that are None, at any depth: a struct column gives every row all keys."""
     if isinstance(value, dict):
         return {key: without_none(inner) for key, inner in value.items() if inner is not None}
     return [without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def parsed(value: Any) -> Any:
-    """The JSON object or list that a text holds; every other value, and a text that holds neither, as it is."""
+    """The JSON object or list in a string; all other values, including other strings, unchanged."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value
     try:
@@ -22,5 +22,5 @@ def parsed(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value as its writer meant it: the JSON that a text holds, with its nulls, and other values without None."""
+    """The value as originally written: JSON in a string, with its nulls; other values without None entries."""
     return parsed(value) if isinstance(value, str) else without_none(value)

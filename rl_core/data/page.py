@@ -1,4 +1,4 @@
-"""The page of a look at the rows: one HTML file for people to read."""
+"""HTML page of a data check."""
 
 from typing import Any
 
@@ -15,48 +15,48 @@ _FAULTS = ("malformed", "overlong", "duplicate", "held_out", "unknown_tool")
 
 
 def render_data_report(report: DataReport, name: str) -> str:
-    """The page as HTML text; `name` says whose rows these are."""
-    looked = [split for split in SPLITS if report.of(split)]
+    """The page as HTML text; `name` is the title, naming the rows."""
+    splits = [split for split in SPLITS if report.of(split)]
     faults = [kind for kind in _FAULTS if any(kind in rows.faults for rows in report.rows)]
     with matplotlib.rc_context(STYLE):
-        charts = [_chart(report, split, wide=len(looked) == 1) for split in looked]
+        charts = [_chart(report, split, wide=len(splits) == 1) for split in splits]
     return render_page(
         "data.html.j2",
         name=clean(name),
         facts=_facts(report),
         problems=[_problem(problem) for problem in report.problems],
         faults=[kind.replace("_", " ") for kind in faults],
-        rows=[_line(SPLITS[split], rows, faults) for split in looked for rows in report.of(split)],
+        rows=[_line(SPLITS[split], rows, faults) for split in splits for rows in report.of(split)],
         examples=[
             (SPLITS[split], rows.source, kind.replace("_", " "), clean(text))
-            for split in looked for rows in report.of(split) for kind, text in rows.examples.items()
+            for split in splits for rows in report.of(split) for kind, text in rows.examples.items()
         ],
         charts=[chart for chart in charts if chart],
         bars=[
-            ("Data sources", "Rows that stay, by what scores them.", _bars(report.data_sources)),
-            ("Tools", "Rows that choose the tool for their policy.", _bars(total(rows.tools for rows in report.rows))),
-            ("Messages of the prompts", "Rows by the number of messages.", _bars(_turns(report))),
+            ("Data sources", "Kept rows by data_source.", _bars(report.data_sources)),
+            ("Tools", "Rows that select the tool.", _bars(total(rows.tools for rows in report.rows))),
+            ("Messages per prompt", "Rows by number of messages.", _bars(_turns(report))),
         ],
         columns=[tuple(map(clean, column)) for column in columns_of(report)],
         samples=[(SPLITS[split], rows.source, [_sample(sample) for sample in rows.samples])
-                 for split in looked for rows in report.of(split) if rows.samples],
+                 for split in splits for rows in report.of(split) if rows.samples],
     )  # fmt: skip
 
 
 def _facts(report: DataReport) -> list[tuple[str, str]]:
-    looked = [split for split in SPLITS if report.of(split)]
-    known = [(SPLITS[split], f"{report.kept(split):,} of {report.seen(split):,} stay") for split in looked]
+    splits = [split for split in SPLITS if report.of(split)]
+    facts = [(SPLITS[split], f"{report.kept(split):,} of {report.seen(split):,} kept") for split in splits]
     missing = sum(rows.missing_truth for rows in report.rows)
-    known += [("No truth", f"{missing:,} rows without ground truth")] if missing else []
-    known += [("Tokens are of", report.tokenizer), ("Time", report.pace)]
-    known += [("Prompts", f"at most {report.max_prompt_length:,} tokens (data.max_prompt_length)")]
-    return known if report.complete else [*known, ("Not complete", "the look ended before all rows were seen")]
+    facts += [("Ground truth", f"missing in {missing:,} rows")] if missing else []
+    facts += [("Tokenizer", report.tokenizer), ("Time", report.pace)]
+    facts += [("Prompts", f"at most {report.max_prompt_length:,} tokens (data.max_prompt_length)")]
+    return facts if report.complete else [*facts, ("Incomplete", "the check stopped before all rows were read")]
 
 
 def _problem(problem: Problem) -> dict[str, str]:
     texts = {name: clean(getattr(problem, name)) for name in ("expected", "seen", "where", "fix")}
     stops = problem.level == "stop"
-    mood, word = ("wrong", "Stops a run") if stops else ("partly", "Warning")
+    mood, word = ("wrong", "Blocks a run") if stops else ("partly", "Warning")
     return texts | {"mood": mood, "word": word, "rows": in_rows(problem.rows) if problem.rows > 1 else ""}
 
 
@@ -70,7 +70,7 @@ def _turns(report: DataReport) -> dict[str, int]:
 
 
 def _bars(counts: dict[str, int], shown: int = 30) -> list[tuple[str, str, str]]:
-    """Name, count and length in percent of each bar, largest first; those beyond `shown` are one."""
+    """Name, count and length in percent of each bar, largest first; entries beyond `shown` are merged into one."""
     items = list(counts.items())
     if len(items) > shown:
         items = [*items[:shown], (f"{len(items) - shown} others", sum(count for _, count in items[shown:]))]
@@ -83,7 +83,7 @@ def _sample(sample: Sample) -> dict[str, str]:
 
 
 def _chart(report: DataReport, split: str, wide: bool) -> dict[str, Any] | None:
-    """The lengths of a split's prompts, a colour for each source; None without any."""
+    """Histogram of a split's prompt lengths, one colour per source; None if there are none."""
     parts = [(rows.source, rows.lengths) for rows in report.of(split) if rows.lengths]
     if not parts:
         return None

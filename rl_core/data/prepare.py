@@ -1,4 +1,4 @@
-"""From sources to the committed files that a run trains and is evaluated on."""
+"""Prepares the rows of a run: from sources to the committed files used for training and evaluation."""
 
 import json
 from collections.abc import Callable
@@ -29,12 +29,12 @@ def prepare_data(
     tools_of: ToolsOf = without_tools,
     on_rows: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Any]:
-    """Look at all rows and commit those that stay, with what was found; once done, only look it up.
+    """Check all rows and commit the kept ones with a report; if that is already done, only read the result.
 
-    The folder `data` then holds the rows, `report.json` and `report.html`, and `dropped.jsonl` with a line for each row
-    that was left out. `on_rows(count)` is called about every two seconds. Returns {train_rows, val_rows, dropped:
-    {split: {reason: count}}, data_hash, data_sources: {data_source: rows}, sources: [{source, train_rows, weight}],
-    files: {name: mark}}. Raises InputError for the first thing that keeps the run from starting.
+    The folder `data` then holds the rows, `report.json`, `report.html`, and `dropped.jsonl` with one line per dropped
+    row. `on_rows(count)` is called about every two seconds. Returns {train_rows, val_rows, dropped: {split: {reason:
+    count}}, data_hash, data_sources: {data_source: rows}, sources: [{source, train_rows, weight}], files: {name:
+    mark}}. Raises InputError for the first problem that prevents the run from starting.
     """
     manifest = store.read_manifest(run_files.DATA)
     if manifest is None:
@@ -44,12 +44,12 @@ def prepare_data(
 
 
 def read_report(store: Store) -> DataReport:
-    """What was found in the rows that are committed."""
+    """The report on the committed rows."""
     return DataReport.from_json(store.read_json(run_files.DATA_REPORT))
 
 
 def summary(report: DataReport) -> str:
-    """The rows in words: `70 training rows, 9 held out; 3 repeat a prompt; dropped 12 (overlong 10, malformed 2)`."""
+    """The rows as text: `70 training rows, 9 held out; 3 repeat a prompt; dropped 12 (overlong 10, malformed 2)`."""
     dropped: dict[str, int] = {}
     for split in ("train", "val"):
         for reason, count in report.dropped(split).items():
@@ -68,8 +68,8 @@ def _prepare(
     on_rows: Callable[[int], None],
 ) -> dict[str, Any]:
     check_tokenizer(tokenizer, config.model.path)
-    store.remove(run_files.DATA)  # what an attempt that did not end has left
-    # Marked before they are read: what changes meanwhile is then a change.
+    store.remove(run_files.DATA)  # left by an interrupted attempt
+    # Identities are taken before reading, so that changes during the read are detected.
     files = file_identity(config.data.paths) if config.data.paths else {}
     writers = {split: RowWriter(store, split) for split in ("train", "val")}
     with staging() as folder:

@@ -1,4 +1,4 @@
-"""DataProto: the batch that the roles of a run hand to each other."""
+"""DataProto: the batch exchanged between the roles of a run."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,17 +18,17 @@ Indices = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 class DataProto:
     """Named columns with one row per sample: tensors and numpy arrays.
 
-    `batch` holds tensors [rows, ...], `non_tensor_batch` arrays [rows, ...]; a name is in one of them only.
-    Raises ValueError when columns differ in length or share a name.
+    `batch` holds tensors [rows, ...], `non_tensor_batch` arrays [rows, ...]; a name occurs in only one of them.
+    Raises ValueError if columns differ in length or share a name.
     """
 
     batch: dict[str, torch.Tensor] = field(default_factory=dict)
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        twice = self.batch.keys() & self.non_tensor_batch.keys()
-        if twice:
-            raise ValueError(f"columns {sorted(twice)} are in both batch and non_tensor_batch")
+        shared = self.batch.keys() & self.non_tensor_batch.keys()
+        if shared:
+            raise ValueError(f"columns {sorted(shared)} are in both batch and non_tensor_batch")
         scalars = [name for name, column in self._columns().items() if column.ndim == 0]
         if scalars:
             raise ValueError(f"columns {sorted(scalars)} are scalars; columns need one entry per row")
@@ -89,10 +89,10 @@ class DataProto:
 
     def select(self, keys: Iterable[str]) -> "DataProto":
         """The named columns only; raises ValueError naming an unknown column."""
-        wanted = self._known(keys)
+        selected = self._known(keys)
         return DataProto(
-            {name: tensor for name, tensor in self.batch.items() if name in wanted},
-            {name: array for name, array in self.non_tensor_batch.items() if name in wanted},
+            {name: tensor for name, tensor in self.batch.items() if name in selected},
+            {name: array for name, array in self.non_tensor_batch.items() if name in selected},
         )
 
     def pop(self, keys: Iterable[str]) -> "DataProto":
@@ -108,7 +108,7 @@ class DataProto:
         return self[torch.arange(len(self)).repeat_interleave(n)]
 
     def chunk(self, k: int) -> list["DataProto"]:
-        """k equal parts in order; raises ValueError when the rows do not divide."""
+        """k equal parts in order; raises ValueError if k does not divide the number of rows."""
         if k < 1 or len(self) % k:
             raise ValueError(f"{len(self)} rows do not divide into {k} equal chunks; pad_to_divisor({k}) first")
         size = len(self) // k
@@ -118,7 +118,7 @@ class DataProto:
     def concat(parts: Sequence["DataProto"]) -> "DataProto":
         """Rows of all parts in order; tensors [rows, width] are padded with zeros to the widest part.
 
-        Raises ValueError when columns differ.
+        Raises ValueError if columns differ.
         """
         if not parts:
             raise ValueError("concat of no parts")
@@ -143,19 +143,19 @@ class DataProto:
         return self[: len(self) - n]
 
     def to_bytes(self) -> bytes:
-        """The columns as a safetensors file; what is no tensor goes along as JSON and must be of JSON values."""
+        """The columns as a safetensors file; non-tensor columns are stored as JSON and must hold JSON values."""
         others = {name: array.tolist() for name, array in self.non_tensor_batch.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.batch.items()}
         return save(tensors, {"columns": json.dumps(others)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "DataProto":
-        """The batch that `to_bytes` wrote."""
+        """Inverse of `to_bytes`."""
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return cls.from_dict(load(data), json.loads(header["__metadata__"]["columns"]))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A view would be sent with its whole storage, and a tensor on a GPU cannot be read where there is none.
+        # A view would be pickled with its whole storage, and a GPU tensor cannot be unpickled without a GPU.
         return {
             "batch": {name: _compact(tensor) for name, tensor in self.batch.items()},
             "non_tensor_batch": self.non_tensor_batch,
@@ -165,11 +165,11 @@ class DataProto:
         return {**self.batch, **self.non_tensor_batch}
 
     def _known(self, keys: Iterable[str]) -> set[str]:
-        wanted = {keys} if isinstance(keys, str) else set(keys)
-        unknown = wanted - self._columns().keys()
+        requested = {keys} if isinstance(keys, str) else set(keys)
+        unknown = requested - self._columns().keys()
         if unknown:
-            raise ValueError(f"no columns {sorted(unknown)}; there are {sorted(self._columns())}")
-        return wanted
+            raise ValueError(f"no columns {sorted(unknown)}; columns: {sorted(self._columns())}")
+        return requested
 
     def _map(self, on_tensor: Any, on_array: Any) -> "DataProto":
         return DataProto(
@@ -186,7 +186,7 @@ def _object_array(values: Sequence[Any]) -> np.ndarray:
 
 
 def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
-    # Prompts are as wide as the longest of their part, which other ranks and further rollouts do not know.
+    # Each part is padded to its own longest prompt, so widths differ between ranks and rollouts.
     if tensors[0].ndim == 2:
         width = max(tensor.shape[1] for tensor in tensors)
         tensors = [torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""What a look at the rows has found: counts, lengths, samples and problems, as a person or a file reads them."""
+"""Results of a data check: counts, lengths, samples and problems, and their text form."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from rl_core.errors import InputError
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with the rows: `stop` keeps a run from starting, `warning` does not.
+    """A problem of the rows: level `stop` prevents a run from starting, `warning` does not.
 
-    `rows` is how many rows have the like; seen, where and fix are those of the first.
+    `rows` is the number of rows with this problem; seen, where and fix refer to the first.
     """
 
     level: Literal["stop", "warning"]
@@ -27,14 +27,14 @@ class Problem:
 
     @property
     def error(self) -> InputError:
-        """The problem as the error that a run ends with."""
+        """The problem as an InputError."""
         more = f" ({in_rows(self.rows)} of this kind)" if self.rows > 1 else ""
         return InputError(self.expected, self.seen + more, self.where, self.fix)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of prompts in tokens; bin i counts those from `minimum + i * bin_width` on."""
+    """Prompt lengths in tokens; bin i counts `bin_width` lengths from `minimum + i * bin_width` on."""
 
     minimum: int
     mean: float
@@ -47,7 +47,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Sample:
-    """A row in texts."""
+    """A row as text."""
 
     data_source: str
     prompt: str
@@ -57,25 +57,25 @@ class Sample:
 
 @dataclass(frozen=True)
 class RowsReport:
-    """What was found in the rows of one source in one split; dicts count rows by name."""
+    """Results for the rows of one source in one split; dicts count rows by name."""
 
     split: str
     source: str
     seen: int
     kept: int
     faults: dict[str, int]
-    """By kind: malformed, overlong, duplicate, held_out, unknown_tool. All but duplicates are left out of `kept`, and
-    these too where data.drop has them."""
+    """Rows by kind: malformed, overlong, duplicate, held_out, unknown_tool. `kept` excludes all of these, but
+    duplicates only if data.drop lists them."""
     examples: dict[str, str]
     """The first row of each kind of fault: where it is and what was seen."""
     columns: dict[str, dict[str, int]]
-    """For each column, and each field of its structs as `column.field`, rows by type; what is missing is null."""
+    """Rows by type for each column, and for each field of its structs as `column.field`; missing values are null."""
     data_sources: dict[str, int]
-    """Of the rows that stay."""
+    """Kept rows by data_source."""
     tools: dict[str, int]
     unknown_tools: dict[str, int]
     turns: dict[int, int]
-    """By number of messages in the prompt."""
+    """Rows by number of messages in the prompt."""
     missing_truth: int
     lengths: Lengths | None
     samples: tuple[Sample, ...]
@@ -83,7 +83,7 @@ class RowsReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was found in all rows. Where it is not `complete`, the look was ended early or a file could not be read."""
+    """Results for all rows; not `complete` if the check stopped early or a file could not be read."""
 
     tokenizer: str
     max_prompt_length: int
@@ -94,46 +94,46 @@ class DataReport:
     problems: tuple[Problem, ...]
 
     def of(self, split: str) -> list[RowsReport]:
-        """The reports of the split, one a source, in the order of the sources."""
+        """The reports of the split, one per source, in the order of the sources."""
         return [each for each in self.rows if each.split == split]
 
     def seen(self, split: str) -> int:
-        """Rows of the split."""
+        """Number of rows read in the split."""
         return sum(each.seen for each in self.of(split))
 
     def kept(self, split: str) -> int:
-        """Rows of the split that stay."""
+        """Number of rows kept in the split."""
         return sum(each.kept for each in self.of(split))
 
     def dropped(self, split: str) -> dict[str, int]:
-        """Rows of the split that `data.drop` has left out, by reason."""
+        """Rows of the split dropped according to `data.drop`, by reason."""
         counts = total(each.faults for each in self.of(split))
         return {reason: counts[reason] for reason in self.drop if counts.get(reason)}
 
     @property
     def data_sources(self) -> dict[str, int]:
-        """Rows of both splits that stay, by their data_source."""
+        """Kept rows of both splits by data_source."""
         return total(each.data_sources for each in self.rows)
 
     @property
     def stops(self) -> list[Problem]:
-        """The problems that keep a run from starting."""
+        """The problems that prevent a run from starting."""
         return [problem for problem in self.problems if problem.level == "stop"]
 
     @property
     def pace(self) -> str:
-        """How long it took, in words."""
+        """Duration and rate of the check as text."""
         seen = sum(each.seen for each in self.rows)
         return f"{duration(self.seconds)}, {seen / max(self.seconds, 1e-9):,.0f} rows/s"
 
     def as_json(self) -> dict[str, Any]:
-        """The report as values that JSON has."""
+        """The report as JSON values."""
         value: dict[str, Any] = _ADAPTER.dump_python(self, mode="json")
         return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "DataReport":
-        """The report that `as_json` was called on."""
+        """Inverse of `as_json`."""
         return _ADAPTER.validate_python(value)
 
 
@@ -141,7 +141,7 @@ _ADAPTER = TypeAdapter(DataReport)
 
 
 def total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """The sums of several counts by name, largest first."""
+    """Sums of several counts by name, largest first."""
     summed: Counter[str] = Counter()
     for each in counts:
         summed.update(each)
@@ -149,28 +149,28 @@ def total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def in_rows(count: int) -> str:
-    """A count of rows in words: `1 row`, `1,024 rows`."""
+    """A number of rows as text: `1 row`, `1,024 rows`."""
     return f"{count:,} row" + ("" if count == 1 else "s")
 
 
 def counted(counts: dict[str, int]) -> str:
-    """Counts in words: `overlong 10, duplicate 2`."""
+    """Counts as text: `overlong 10, duplicate 2`."""
     return ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items())
 
 
 def described(lengths: Lengths) -> str:
-    """The lengths in words: `4 to 11, mean 6.3, median 4, 95 % up to 11`."""
+    """The lengths as text: `4 to 11, mean 6.3, median 4, 95 % up to 11`."""
     spread = f"mean {lengths.mean:,.1f}, median {lengths.median:,}, 95 % up to {lengths.p95:,}"
     return f"{lengths.minimum:,} to {lengths.maximum:,}, {spread}"
 
 
 def columns_of(report: DataReport) -> list[tuple[str, str, str]]:
-    """Of each column its name, its types and the share of rows that lack it, empty when none does."""
-    looked = {id(rows): sum(rows.turns.values()) for rows in report.rows}
+    """Name, types and share of missing values of each column; the share is empty if none is missing."""
+    checked = {id(rows): sum(rows.turns.values()) for rows in report.rows}
     lines = []
     for name in dict.fromkeys(name for rows in report.rows for name in rows.columns):
-        types = total(rows.columns.get(name, {"null": looked[id(rows)]}) for rows in report.rows)
+        types = total(rows.columns.get(name, {"null": checked[id(rows)]}) for rows in report.rows)
         nulls = types.pop("null", 0)
         kinds = " or ".join(f"{kind} ({count:,})" if len(types) > 1 else kind for kind, count in types.items())
-        lines.append((name, kinds or "nothing", f"{nulls / sum(looked.values()):.1%}" if nulls else ""))
+        lines.append((name, kinds or "nothing", f"{nulls / sum(checked.values()):.1%}" if nulls else ""))
     return lines

@@ -1,4 +1,4 @@
-"""Counts over rows that need little memory, however many rows there are and whatever is in them."""
+"""Counts over rows in bounded memory, whatever their number and contents."""
 
 import bisect
 import json
@@ -13,7 +13,7 @@ from rl_core.data.rows import Row
 from rl_core.runtime.process_pool import writable
 
 MAX_NAMES = 200
-"""Different names that are counted apart; further ones are counted as `OTHERS`."""
+"""Maximum distinct names counted; further ones count as `OTHERS`."""
 OTHERS = "…"
 SAMPLES = 3
 MAX_BINS = 40
@@ -22,25 +22,25 @@ _RECENT = 1024
 
 
 class Names(Counter[str]):
-    """Counts by name, of which data may have without number."""
+    """Counter with a bounded number of distinct names; the rest count as OTHERS."""
 
     def count(self, name: str) -> None:
-        """One more of the name."""
-        if name not in self:  # most names are there
+        """Adds one to the count of the name."""
+        if name not in self:  # fast path: most names are known
             name = writable(name[:200])
             name = name if name in self or len(self) < MAX_NAMES else OTHERS
         self[name] += 1
 
 
 class Hashes:
-    """A set of 64-bit numbers in about 8 bytes each and 25 MB for the newest; Python's own set takes ten times that."""
+    """A set of 64-bit integers: about 8 bytes each plus 25 MB for recent ones, a tenth of a Python set."""
 
     def __init__(self) -> None:
         self._sorted = [np.empty(0, np.uint64) for _ in range(256)]
         self._recent: list[set[int]] = [set() for _ in range(256)]
 
     def add(self, number: int) -> bool:
-        """Whether the number is new."""
+        """Adds the number; returns whether it is new."""
         old, recent = self._sorted[number >> 56], self._recent[number >> 56]
         if number in recent:
             return False
@@ -71,12 +71,12 @@ class Tally:
         self._samples: list[Sample] = []
 
     def fault(self, kind: str, example: str) -> None:
-        """One more row with such a fault."""
+        """Counts a row with this kind of fault."""
         self.faults[kind] += 1
         self.examples.setdefault(kind, clipped(example, 500))
 
     def look(self, row: Row, known_tools: Collection[str]) -> None:
-        """Counts what is in the row, whether or not it stays."""
+        """Counts the row's contents, whether or not it is kept."""
         self._rows += 1
         for name, value in row.items():
             self._count_type(name, value)
@@ -92,12 +92,12 @@ class Tally:
             self._samples.append(_sample(row))
 
     def keep(self, row: Row) -> None:
-        """Counts a row that stays."""
+        """Counts a kept row."""
         self.kept += 1
         self._data_sources.count(str(row["data_source"]))
 
     def report(self) -> RowsReport:
-        """The counts as they are now."""
+        """The current counts."""
         return RowsReport(
             split=self.split,
             source=self.source,
@@ -131,18 +131,18 @@ class Tally:
 
 
 def chosen_tools(row: Row) -> list[str]:
-    """Names of the tools that the row chooses for its policy."""
+    """Names of the tools that the row selects."""
     chosen = (row.get("extra_info") or {}).get("tools_kwargs")
     return [str(name) for name, kwargs in chosen.items() if kwargs is not None] if isinstance(chosen, dict) else []
 
 
 def clipped(text: str, length: int = _MAX_TEXT) -> str:
-    """The beginning of a text that may be of any length, without what files refuse."""
+    """The text truncated to `length` characters and made writable."""
     return writable(text if len(text) <= length else f"{text[:length]} … ({len(text) - length:,} more characters)")
 
 
 def _type(value: Any) -> str:
-    # NaN is what data-frame tools write for a missing value.
+    # Data-frame tools write missing values as NaN.
     if value is None or (isinstance(value, float) and value != value):
         return "null"
     kinds = {bool: "true/false", str: "text", int: "number", float: "number", dict: "struct", list: "list"}

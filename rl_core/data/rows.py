@@ -1,4 +1,4 @@
-"""Rows of a data set: their layout and their one form as text."""
+"""Rows of a data set: their layout and canonical text form."""
 
 import itertools
 import json
@@ -10,11 +10,11 @@ from rl_core.errors import InputError
 Row = dict[str, Any]
 """One problem: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
 Found = Row | InputError
-"""A row, or why there is none."""
+"""A row, or the error that explains why it is invalid."""
 
 
 def make_row(source: str, question: str, ability: str, ground_truth: str, answer: str, split: str, index: int) -> Row:
-    """A row with one user message; `answer` is the text that a perfect model would give."""
+    """A row with one user message; `answer` is the response of a perfect model."""
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": question}],
@@ -27,9 +27,9 @@ def make_row(source: str, question: str, ability: str, ground_truth: str, answer
 def rows_of(
     records: Iterable[tuple[Found, str]], split: str, count: int | None, to_row: Callable[[Row, str, int, str], Row]
 ) -> Iterator[Found]:
-    """What `to_row` makes of the first `count` records (None: all), given split, number and where the record stands.
+    """`to_row(record, split, index, location)` of the first `count` records (None: all).
 
-    A record that is none, or of which no row can be made, gives the InputError that says so.
+    An invalid record, or one that cannot be converted, gives an InputError in its place.
     """
     for index, (record, where) in enumerate(itertools.islice(records, count)):
         try:
@@ -39,5 +39,5 @@ def rows_of(
 
 
 def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces, ASCII only; values that JSON lacks (dates, bytes) by their text."""
+    """ASCII JSON with sorted keys and no spaces; other values (dates, bytes) are converted to strings."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,4 +1,4 @@
-"""What is wrong with rows, in words: what was expected, what was seen, where, and what to do next."""
+"""Error messages for invalid rows: what was expected, what was seen, where, and how to fix it."""
 
 import hashlib
 import json
@@ -14,36 +14,36 @@ from rl_core.errors import InputError
 
 
 def labels(sources: tuple[SourceConfig, ...]) -> list[str]:
-    """A name for each source: its own, with a number where several have the same."""
+    """A label for each source: its name, numbered if several sources have the same name."""
     names = [each.source for each in sources]
     return [f"{name} {i}" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
 
 
 def prompt_hash(row: Row) -> int:
-    """64 bits of what makes two rows the same problem: the messages, and the tools with what they are created with."""
+    """64-bit hash of a problem: its messages and its tools with their creation arguments."""
     text = canonical([row["prompt"], (row.get("extra_info") or {}).get("tools_kwargs")])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def named(config: DataConfig) -> str:
-    """The sources in words."""
+    """The sources as text: `data.source=gsm8k and math`."""
     return "data.source=" + " and ".join(labels(config.sources))
 
 
 def check_values(row: Row, where: str) -> None:
-    """Raises InputError when the row has values that JSON has not, or a prompt of nothing."""
+    """Raises InputError if the row has values that JSON cannot represent, or a blank prompt."""
     try:
         json.dumps(row)
     except (TypeError, ValueError) as error:
-        expected = "values that JSON has: texts, numbers, true, false, null, lists and objects"
-        raise InputError(expected, str(error), where, "write dates and bytes as texts") from error
+        expected = "JSON values: strings, numbers, true, false, null, lists and objects"
+        raise InputError(expected, str(error), where, "write dates and bytes as strings") from error
     if not any(str(message["content"] or "").strip() for message in row["prompt"]):
         fix = "write the problem into the row's prompt"
-        raise InputError("a prompt that says something", "only blank messages", where, fix)
+        raise InputError("a non-blank prompt", "only blank messages", where, fix)
 
 
 def overlong(limit: int, tokens: int, longest: int, where: str) -> InputError:
-    """For a prompt of too many tokens; `longest` is the longest so far."""
+    """Error for a prompt with too many tokens; `longest` is the maximum so far."""
     return InputError(
         f"prompts of at most data.max_prompt_length={limit} tokens",
         f"{tokens} tokens",
@@ -53,7 +53,7 @@ def overlong(limit: int, tokens: int, longest: int, where: str) -> InputError:
 
 
 def too_many_dropped(split: str, seen: int, dropped: dict[str, int], config: DataConfig) -> InputError | None:
-    """For a split of which more than `data.max_dropped_share` is dropped."""
+    """Error if more than `data.max_dropped_share` of a split is dropped."""
     share = sum(dropped.values()) / max(seen, 1)
     if share <= config.max_dropped_share:
         return None
@@ -66,7 +66,7 @@ def too_many_dropped(split: str, seen: int, dropped: dict[str, int], config: Dat
 
 
 def schema_differences(row: Row, known: dict[str, Schema], where: str) -> Iterator[InputError]:
-    """For each tool whose schema in the row has other parameters than the configured one, which the policy sees."""
+    """Errors for tools whose schema in the row has other parameters than the configured one, which the policy sees."""
     schemas = (row.get("extra_info") or {}).get("tools")
     for schema in schemas if isinstance(schemas, list) else ():
         name, given = _parameters(schema)
@@ -75,17 +75,17 @@ def schema_differences(row: Row, known: dict[str, Schema], where: str) -> Iterat
         ours = _parameters(known[name])[1]
         missing, extra = sorted(ours - given), sorted(given - ours)
         if missing or extra:
-            found = [f"{word} {', '.join(names)}" for word, names in (("no", missing), ("also", extra)) if names]
+            found = [f"{kind} {', '.join(names)}" for kind, names in (("missing", missing), ("extra", extra)) if names]
             yield InputError(
-                f"tool '{name}' as it is configured, with the parameters {', '.join(sorted(ours)) or 'none'}",
-                f"in the row it has {' and '.join(found)}",
-                where,
-                "correct the rows' tools or the configured tool; the policy is shown the configured one",
+                expected=f"tool '{name}' as configured, with the parameters {', '.join(sorted(ours)) or 'none'}",
+                seen=f"other parameters in the row: {'; '.join(found)}",
+                where=where,
+                fix="correct the tools of the rows or the configured tool; the policy sees the configured one",
             )
 
 
 def _parameters(schema: Any) -> tuple[str, set[str]]:
-    """Name and parameters of an OpenAI function schema; no name when it is none."""
+    """Name and parameters of an OpenAI function schema; an empty name if it is invalid."""
     function = schema.get("function") if isinstance(schema, dict) else None
     if not isinstance(function, dict):
         return "", set()
@@ -95,14 +95,14 @@ def _parameters(schema: Any) -> tuple[str, set[str]]:
 
 
 def too_few(split: str, seen: int, dropped: dict[str, int], config: DataConfig) -> InputError | None:
-    """For a split that has not the rows that a run needs."""
+    """Error if a split has fewer rows than a run needs."""
     needed = config.train_batch_size if split == "train" else 1
     kept = seen - sum(dropped.values())
     if kept >= needed:
         return None
-    fixes = ["give more rows"]
-    fixes += ["a smaller data.train_batch_size"] if split == "train" else []
-    fixes += ["a larger data.max_prompt_length"] if "overlong" in dropped else []
+    fixes = ["provide more rows"]
+    fixes += ["decrease data.train_batch_size"] if split == "train" else []
+    fixes += ["increase data.max_prompt_length"] if "overlong" in dropped else []
     return InputError(
         f"at least {needed} {split} rows" + (", one batch (data.train_batch_size)" if split == "train" else ""),
         f"{kept} rows, {sum(dropped.values())} dropped" + (f" ({counted(dropped)})" if dropped else ""),
@@ -112,24 +112,26 @@ def too_few(split: str, seen: int, dropped: dict[str, int], config: DataConfig) 
 
 
 def empty_source(source: str, seen: int) -> InputError:
-    """For a source of a mixture that has no training rows."""
-    fix = "give it rows, or take it out of data.mixture"
-    return InputError("a train row of each source", f"{in_rows(seen)}, all dropped" if seen else "no rows", source, fix)
+    """Error for a source of a mixture without training rows."""
+    fix = "add rows to it, or remove it from data.mixture"
+    return InputError(
+        "at least one training row in each source", f"{in_rows(seen)}, all dropped" if seen else "no rows", source, fix
+    )
 
 
 def held_out(same: str, where: str) -> InputError:
-    """For a training row with the prompt of a held-out one."""
-    fix = "remove it from one of the two sets of rows"
-    return InputError("held-out prompts that are not trained on", f"the prompt of {same}", where, fix)
+    """Error for a training row with the prompt of a held-out one."""
+    fix = "remove it from the training or the held-out rows"
+    return InputError("training prompts that are not held out", f"the prompt of {same}", where, fix)
 
 
 def no_truth(truth: object, where: str) -> InputError:
-    """For a row without ground truth."""
-    fix = "write reward_model.ground_truth, which most scorers compare with"
-    return InputError("a ground truth in each row", repr(truth), where, fix)
+    """Warning for a row without ground truth."""
+    fix = "set reward_model.ground_truth, which most scorers require"
+    return InputError("a ground truth in every row", repr(truth), where, fix)
 
 
 def not_configured(names: list[str], where: str) -> InputError:
-    """For a row that chooses tools which are not looked at here."""
-    fix = "add them to agent.tools or agent.mcp_servers; their schemas are not in the lengths given here"
-    return InputError("tools that are configured", ", ".join(names), where, fix)
+    """Warning for a row that selects tools whose schemas are not known here."""
+    fix = "add them to agent.tools or agent.mcp_servers; the lengths reported here do not include their schemas"
+    return InputError("configured tools", ", ".join(names), where, fix)

@@ -1,4 +1,4 @@
-"""Data sets that are a folder with a file, or several, of each split."""
+"""Data sets stored as a folder with one or more files per split."""
 
 import fnmatch
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from rl_core.storage.store import Store
 
 
 def one_folder(config: SourceConfig) -> str | None:
-    """`data.path` without a slash at its end; raises InputError when it is several."""
+    """`data.path` without a trailing slash; raises InputError if it lists several paths."""
     if isinstance(config.path, tuple) and len(config.path) != 1:
         seen, where = f"data.path={list(config.path)}", f"data.source={config.source}"
-        raise InputError("one folder", seen, where, "give the folder that holds the files of both splits")
+        raise InputError("a single folder", seen, where, "set data.path to the folder with the files of both splits")
     path = config.path[0] if isinstance(config.path, tuple) else config.path
     return path and path.rstrip("/")
 
 
 def read_split(path: str, name: str) -> Iterator[tuple[Found, str]]:
-    """Records of the split in the folder or URL, each with where it stands, as `read_records` gives them.
+    """Records of the split in the folder or URL, each with its location, as returned by `read_records`.
 
-    Raises InputError when there is no file NAME.jsonl, NAME.parquet or NAME-*.parquet, or one cannot be read.
+    Raises InputError if there is no file NAME.jsonl, NAME.parquet or NAME-*.parquet, or one cannot be read.
     """
     return read_records(tuple(f"{path}/{file}" for file in _files(path, name)), None)
 
@@ -36,5 +36,5 @@ def _files(path: str, name: str) -> list[str]:
         f"{name}.jsonl, {name}.parquet or {name}-*.parquet",
         f"files {', '.join(there[:10])}" if there else "no such folder, or an empty one",
         path,
-        "give the folder or URL that holds the data set's files as data.path",
+        "set data.path to the folder or URL with the files of the data set",
     )

@@ -1,7 +1,7 @@
-"""The rows of a split in the run's folder: written one after the other and read in any order, in bounded memory.
+"""The rows of a split in the run's folder: written sequentially and read in any order, in bounded memory.
 
-A split is a folder of parquet files in groups of a few rows. Columns hold JSON texts: parquet would give all rows of
-a file one type, and so keys and types that they were not written with.
+A split is a folder of parquet files with small row groups. Columns hold JSON strings: typed columns would give all
+rows of a file the same keys and types, unlike those they were written with.
 """
 
 import fnmatch
@@ -24,9 +24,9 @@ from rl_core.storage.filesystem import storage_errors
 from rl_core.storage.store import Json, Store
 
 PART_ROWS = 1 << 16
-"""More make a longer list of groups, which is read and parsed for a row of a part that is not open."""
+"""Rows per part. The list of a part's row groups is parsed when the part is opened, so larger parts open slower."""
 GROUP_ROWS = 256
-"""Rows that are read for one of them."""
+"""Rows per row group, the unit of reading."""
 PARTS_OPEN, GROUPS_KEPT = 8, 64
 
 KNOWN = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -34,30 +34,30 @@ SCHEMA = pa.schema([*((name, pa.string()) for name in (*KNOWN, "more")), ("promp
 
 
 def part_name(split: str, number: int) -> str:
-    """Where a part of a split lies in the store: `data/train/part_00000.parquet`."""
+    """Path of a part of a split in the store: `data/train/part_00000.parquet`."""
     return run_files.rows_part(split, number)
 
 
 def part_writer(file: Path) -> pq.ParquetWriter:
-    """Writes a part's table of SCHEMA, in the form that all parts have."""
-    # Nothing searches by value: statistics and dictionaries would be most of the size of small groups.
+    """A parquet writer for a part, with SCHEMA and the options common to all parts."""
+    # Rows are never searched by value, and statistics and dictionaries would dominate the size of small groups.
     options = {"write_statistics": False, "use_dictionary": False, "write_page_checksum": True}
     return pq.ParquetWriter(file, SCHEMA, compression="zstd", **options)
 
 
 def data_hash(digests: Sequence[str]) -> str:
-    """The identity of several splits together, from what their writers gave."""
+    """SHA-256 (hexadecimal) of several splits, from the digests of their writers."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 class RowWriter:
-    """Writes the rows of a split; readers may trust them once the folder `data` is committed."""
+    """Writes the rows of a split; they are valid once the folder `data` is committed."""
 
     def __init__(self, store: Store, split: str) -> None:
         self.store, self.split = store, split
-        store.remove(run_files.rows(split))  # parts of an attempt that did not end
+        store.remove(run_files.rows(split))  # parts left by an interrupted attempt
         self.files: list[Json] = []
-        """What `Store.commit_folder` takes of the parts that are written."""
+        """Manifest entries of the written parts, for `Store.commit_folder`."""
         self._digest = hashlib.sha256()
         self._group: list[dict[str, Any]] = []
         self._rows = 0
@@ -66,16 +66,16 @@ class RowWriter:
         self._part: pq.ParquetWriter | None = None
 
     def add(self, row: Row, prompt_tokens: int) -> None:
-        """One more row, of JSON values; raises InputError for any other."""
+        """Appends a row; raises InputError if it has values that JSON cannot represent."""
         try:
             self._digest.update(canonical(row).encode() + b"\n")
             self._group.append(_to_texts(row) | {"prompt_tokens": prompt_tokens})
         except (TypeError, ValueError) as error:
             raise InputError(
-                "values that JSON has: texts, numbers, true, false, null, lists and objects",
-                str(error),
-                f"{self.split} row {self._rows + 1}",
-                "write dates and bytes as texts, or leave the column out",
+                expected="JSON values: strings, numbers, true, false, null, lists and objects",
+                seen=str(error),
+                where=f"{self.split} row {self._rows + 1}",
+                fix="write dates and bytes as strings, or remove the column",
             ) from error
         self._rows += 1
         if len(self._group) == GROUP_ROWS:
@@ -84,7 +84,7 @@ class RowWriter:
             self._end_part()
 
     def close(self) -> str:
-        """Writes what is left; returns the sha256 (hexadecimal) of the rows: the same for the same rows."""
+        """Writes the remaining rows; returns the SHA-256 (hexadecimal) of all rows."""
         self._end_part()
         self._folder.cleanup()
         return self._digest.hexdigest()
@@ -106,9 +106,9 @@ class RowWriter:
 
 
 class StoredRows(Sequence[Row]):
-    """The rows that a RowWriter wrote, each exactly as it was; one is read with the few rows of its group.
+    """The rows written by a RowWriter, unchanged; reading a row reads its row group.
 
-    Raises InputError when a part is missing, and on use when it is damaged.
+    Raises InputError if a part is missing, and on access if it is damaged.
     """
 
     def __init__(self, store: Store, split: str) -> None:
@@ -119,7 +119,7 @@ class StoredRows(Sequence[Row]):
         parts = [part_name(split, number) for number in range(max(1, len(names)))]
         for part in parts:
             if part.rpartition("/")[2] not in names:
-                fix = "restore the file, or begin another run: --new"
+                fix = "restore the file, or start a new run with --new"
                 raise InputError(f"prepared {split} rows", f"no file {part}", store.url, fix)
         first, last = self._open(0).metadata, self._open(len(parts) - 1).metadata
         self._part_rows, self._group_rows = first.num_rows, first.row_group(0).num_rows
@@ -162,15 +162,15 @@ class StoredRows(Sequence[Row]):
             try:
                 yield
             except (pa.ArrowException, OSError) as error:
-                # Arrow's own are plain ones without a number; those of the system and of clients say more.
+                # Arrow raises plain OSErrors without errno; those of the system and of clients are more specific.
                 arrow = isinstance(error, pa.ArrowException) or (type(error) is OSError and error.errno is None)
                 if not (arrow or isinstance(error, FileNotFoundError)):
                     raise
                 raise InputError(
-                    "the rows as they were written",
-                    str(error).splitlines()[0],
-                    f"{name} in {self.store.url}",
-                    "restore the file, or begin another run: --new",
+                    expected="the rows as they were written",
+                    seen=str(error).splitlines()[0],
+                    where=f"{name} in {self.store.url}",
+                    fix="restore the file, or start a new run with --new",
                 ) from error
 
 

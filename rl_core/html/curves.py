@@ -1,4 +1,4 @@
-"""Curves of metrics over steps, as panels of pages."""
+"""Line charts of metrics over steps, as panels of HTML pages."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _MAX_POINTS = 600
 
 @dataclass(frozen=True)
 class Line:
-    """Values [n] at steps [n], NaN where there is none, under a name for the legend."""
+    """Values [n] at steps [n], NaN where missing, with a label for the legend."""
 
     label: str
     steps: np.ndarray
@@ -25,7 +25,7 @@ class Line:
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], metric: str, label: str) -> "Line | None":
-        """A metric of ledger records; None when no record has it."""
+        """A metric of ledger records; None if no record has it."""
         values = column(records, metric)
         if not np.isfinite(values).any():
             return None
@@ -33,19 +33,19 @@ class Line:
 
     @property
     def first_and_last(self) -> tuple[float, float]:
-        """The first and the last value that there is."""
+        """The first and last finite value."""
         first, last = self.values[np.isfinite(self.values)][[0, -1]]
         return float(first), float(last)
 
     @property
     def ends(self) -> str:
-        """The first and the last value in words."""
+        """The first and last finite value as text."""
         first, last = self.first_and_last
         return f"{self.label} {short(first)} → {short(last)}"
 
 
 def panel(title: str, text: str, lines: Sequence[Line], wide: bool, ends: str) -> dict[str, Any]:
-    """Faint raw and thick smoothed lines, with a legend where they are several; `ends` stands beside the title."""
+    """Thin raw and thick smoothed lines, with a legend if there are several; `ends` is shown in the header."""
     figure, axes = axes_of(wide, np.unique(np.concatenate([thin(line.steps) for line in lines])))
     for line, colour in zip(lines, COLOURS, strict=False):
         steps, values = thin(line.steps), thin(line.values)
@@ -66,19 +66,19 @@ def column(records: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:
 
 
 def thin(values: np.ndarray) -> np.ndarray:
-    """At most 600 values, each the mean of its neighbourhood, so that long runs stay small pages."""
+    """At most 600 values, each the mean of consecutive values, to limit the page size of long runs."""
     if len(values) <= _MAX_POINTS:
         return values
     return np.array([_mean(part) for part in np.array_split(values, _MAX_POINTS)])
 
 
 def short(value: float) -> str:
-    """A value in few characters."""
+    """A value formatted compactly."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def axes_of(wide: bool, steps: np.ndarray) -> tuple[Figure, Axes]:
-    """A figure whose x axis holds the steps."""
+    """A figure and its axes, with steps on the x axis."""
     figure = Figure(figsize=(10.8, 2.3) if wide else (5.3, 2.1), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel("step")

@@ -1,4 +1,4 @@
-"""What pages for people to read have in common: one HTML file that needs nothing else, with pictures as inline SVG."""
+"""Common parts of HTML reports: a self-contained file with charts as inline SVG."""
 
 import io
 import re
@@ -12,7 +12,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Colours are names in the picture; the page's style sheet gives each a value for light and for dark.
+# Placeholder colours in the charts; the style sheet defines each of them for light and dark mode.
 _INK, _GRID = "#010101", "#020202"
 COLOURS = [f"#0300{i:02x}" for i in range(8)]
 _VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {c: f"var(--c{i})" for i, c in enumerate(COLOURS)}
@@ -26,7 +26,7 @@ STYLE: Any = {
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The page of a template in `TEMPLATES`; texts among the values are escaped."""
+    """Renders a template from `TEMPLATES`; string values are escaped."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -34,7 +34,7 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def to_svg(figure: Figure, title: str) -> Markup:
-    """The figure as an inline SVG element whose colours follow the page."""
+    """The figure as an inline SVG element that uses the page's colours."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": title}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})

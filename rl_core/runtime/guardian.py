@@ -1,8 +1,8 @@
-"""A process that outlives its run for a moment: however the run ended, what it has started ends too.
+"""A process that briefly outlives its run and ends everything the run started, however the run ended.
 
-Everything that a process starts inherits its environment, so what belongs to a run is found by a token in there,
-whoever is its parent by then, and its temporary folders by the same token in their names. The guardian learns of the
-end from the kernel: its standard input ends.
+Child processes inherit the environment, so the guardian finds the run's processes by a token in it, whatever their
+parent is by then, and the run's temporary folders by the same token in their names. It detects the end of the run by
+end-of-file on its standard input.
 """
 
 import os
@@ -19,33 +19,33 @@ from pathlib import Path
 import psutil
 
 TOKEN = "ROLLFORWARD_TOKEN"
-"""Variable that holds the token of the process that began a run."""
+"""Variable that holds the token of the process that started a run."""
 WAIT_S = 3.0
-"""Time that processes have to end by themselves, and after being asked to."""
+"""Time for processes to end by themselves, and again after SIGTERM."""
 ROUNDS = 5
-"""Times that it looks again: what ends may just have started something."""
+"""Maximum rounds of SIGKILL: a process may start another one just before it ends."""
 SEMAPHORES = Path("/dev/shm")
 _STAGING = re.compile(r"rollforward-([0-9a-f]{32})-")
 _GUARDIAN = "guardian of "
-"""Stands before the token in a guardian's own environment."""
+"""Prefix of the token in a guardian's own environment."""
 
 
 def start_guardian() -> None:
-    """Everything that this process starts from now on ends with it; to be called once, before anything is started."""
+    """Starts the guardian of this process; call once, before starting any other process."""
     token = os.environ[TOKEN] = uuid.uuid4().hex
     subprocess.Popen(
         [sys.executable, "-m", "rl_core.runtime.guardian"],
         cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,  # never written to, and open as long as this process lives
+        stdin=subprocess.PIPE,  # never written to; closed when this process ends
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is not for it
+        start_new_session=True,  # so that Ctrl-C does not reach it
         env={**os.environ, TOKEN: f"{_GUARDIAN}{token}"},
     )
 
 
 def is_guardian(process: psutil.Process) -> bool:
-    """Whether the process is a run's guardian: it ends by itself when it has done its work, and not before."""
+    """Whether the process is a run's guardian, which must be left to finish and ends by itself."""
     with suppress(psutil.Error):
         token: str = process.environ().get(TOKEN, "")
         return token.startswith(_GUARDIAN)
@@ -53,10 +53,10 @@ def is_guardian(process: psutil.Process) -> bool:
 
 
 def staging(beside: Path | None = None) -> "tempfile.TemporaryDirectory[str]":
-    """A temporary folder that goes with the run, also when the process that made it is killed.
+    """A temporary folder that is removed with the run, even if the process that created it is killed.
 
-    With `beside` it is in that folder, from which a file may be moved into place; what a killed run left there goes
-    when the next one is made.
+    With `beside` it is created in that folder, so that files can be renamed into place; folders left there by killed
+    runs are removed by the next call.
     """
     for path in beside.iterdir() if beside else ():
         if (token := _STAGING.match(path.name)) and not family(_GUARDIAN + token[1]):
@@ -65,17 +65,17 @@ def staging(beside: Path | None = None) -> "tempfile.TemporaryDirectory[str]":
 
 
 def family(token: str) -> list[psutil.Process]:
-    """The processes that have the token."""
+    """The processes with this token in their environment."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # gone meanwhile, or another user's
+        with suppress(psutil.Error):  # has just ended, or belongs to another user
             if process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
 def end_family(token: str) -> None:
-    """Waits a moment for the processes to end, then asks them, then kills them."""
+    """Waits WAIT_S for the processes to end, then sends SIGTERM, then SIGKILL."""
     _gone(token)
     for process in family(token):
         with suppress(psutil.NoSuchProcess):
@@ -89,7 +89,7 @@ def end_family(token: str) -> None:
 
 
 def remove_semaphores() -> None:
-    """Removes the named semaphores of joblib's processes that are gone; one that is killed leaves its own behind."""
+    """Removes the named semaphores of dead joblib processes; a killed process does not remove its own."""
     for path in SEMAPHORES.glob("sem.loky-*"):
         number = path.name.split("-")[1]
         with suppress(OSError):
@@ -98,7 +98,7 @@ def remove_semaphores() -> None:
 
 
 def remove_staging(token: str) -> None:
-    """Removes the temporary folders that a run with this token has left."""
+    """Removes the temporary folders left by the run with this token."""
     for path in Path(tempfile.gettempdir()).glob(f"{_prefix(token)}*"):
         shutil.rmtree(path, ignore_errors=True)
 

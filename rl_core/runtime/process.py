@@ -1,4 +1,4 @@
-"""Processes that later commands must find again."""
+"""Identification of processes across commands."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ import psutil
 
 @dataclass(frozen=True)
 class Process:
-    """A process by number and start time; `started` (seconds since 1970) tells it from a later one with its number."""
+    """A process by id and start time; `started` (seconds since the epoch) detects reuse of the id."""
 
     pid: int
     started: float
 
     @classmethod
     def of(cls, pid: int) -> "Process":
-        """The process that has the number now."""
+        """The process that currently has this id."""
         return cls(pid, psutil.Process(pid).create_time())
 
     def find(self) -> psutil.Process | None:
-        """The process, or None when it has ended."""
+        """The process, or None if it has ended."""
         try:
             process = psutil.Process(self.pid)
             ended = abs(process.create_time() - self.started) > 1 or process.status() == psutil.STATUS_ZOMBIE

@@ -1,4 +1,4 @@
-"""Processes that run code which may hang, crash or leave children behind; they start without the main module."""
+"""Pool of processes for code that may hang, crash or leave children behind; they start without the main module."""
 
 import asyncio
 import inspect
@@ -20,27 +20,27 @@ from pebble import ProcessPool
 from rl_core.errors import TransientError
 
 CHECK_S = 1.0
-"""Time after which a waiting call looks whether its pool still works."""
+"""Interval at which a waiting call checks that its pool is alive."""
 START_S = 60.0
-"""Time that a replaced process has to come up before its pool counts as broken."""
+"""Time for a replacement process to start before its pool counts as broken."""
 MAX_RESTARTS = 3
-"""Times that the pool is made anew for one call."""
+"""Maximum restarts of the pool for one call."""
 
 
 def prepare_process() -> None:
-    """Makes this process end, with all that it started, when it is terminated or the one that started it ends."""
+    """Makes this process end, with its whole process group, when it receives SIGTERM or its parent ends."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, _end_group)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def writable(text: str) -> str:
-    """The text without what files and tokenizers refuse: lone surrogates and NUL are written as escapes."""
+    """The text with lone surrogates and NUL, which files and tokenizers reject, written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def finished(value: Any) -> Any:
-    """What a function returned, or what comes of it where the function is asynchronous."""
+    """The value, awaited if it is awaitable."""
 
     async def wait() -> Any:
         return await value
@@ -65,7 +65,7 @@ MAIN_NAMES = ("__spec__", "__file__")
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Spawned processes import the parent's main module again; these need none of it, and it may be heavy."""
+    """Hides the main module, which spawned processes would import again: they do not need it, and it may be heavy."""
     main = vars(sys.modules["__main__"])
     with _MAIN:
         hidden = {name: main[name] for name in MAIN_NAMES if name in main}
@@ -73,7 +73,7 @@ def _without_main() -> Iterator[None]:
         try:
             yield
         finally:
-            for name in MAIN_NAMES:  # a main module without file has no such name, which others ask for
+            for name in MAIN_NAMES:  # restores absence, too: a main module without a file lacks these names
                 del main[name]
             main.update(hidden)
 
@@ -88,13 +88,13 @@ class PoolProcess(multiprocessing.context.SpawnProcess):
 
 
 class PoolContext(multiprocessing.context.SpawnContext):
-    """Context of process pools that run what others wrote."""
+    """Multiprocessing context of pools that run user code."""
 
     Process = PoolProcess
 
 
 class Processes:
-    """Processes that take calls from `start` to `close`; those that are late are killed and replaced."""
+    """A process pool that accepts calls from `start` to `close`; processes that exceed the timeout are replaced."""
 
     def __init__(
         self,
@@ -104,40 +104,40 @@ class Processes:
         initargs: tuple[Any, ...],
         purpose: str,
     ) -> None:
-        """`initializer(*initargs)` runs in each process at its start; `purpose` is what errors call the processes."""
+        """`initializer(*initargs)` runs at the start of each process; `purpose` names the processes in errors."""
         self._number, self._timeout_s, self._purpose = number, timeout_s, purpose
         self._initializer, self._initargs = initializer, initargs
         self._lock = asyncio.Lock()
         self._pool: ProcessPool | None = None
-        self._waiting, self._moved = 0, 0.0
+        self._waiting, self._last_progress = 0, 0.0
 
     async def start(self) -> None:
-        """Raises TransientError when the processes do not start; does nothing when they are there."""
+        """Starts the processes unless they are running; raises TransientError if they do not start."""
         async with self._lock:
             self._pool = self._pool or await asyncio.to_thread(self._new_pool)
 
     async def close(self) -> None:
-        """Ends the processes, whatever they are doing; calls that still wait raise TransientError."""
+        """Kills the processes; calls still waiting raise TransientError."""
         async with self._lock:
             pool, self._pool = self._pool, None
             if pool is not None:
                 await asyncio.to_thread(_end, pool)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What the function returns, or raises, in a process; the deadline counts from when one takes the call up.
+        """Runs the function in a process and returns or raises its result; the timeout starts when a process takes it.
 
-        A cancelled call is killed. Raises TimeoutError for a late call, pebble's ProcessExpired for one whose process
-        died, and TransientError when the processes themselves do not work.
+        A cancelled call is killed. Raises TimeoutError on timeout, pebble's ProcessExpired if the process died, and
+        TransientError if the pool itself fails.
         """
         if not self._waiting:
-            self._moved = time.monotonic()
+            self._last_progress = time.monotonic()
         self._waiting += 1
         try:
             for _ in range(MAX_RESTARTS + 1):
                 pool = await self._live_pool()
                 try:
                     future = pool.schedule(function, args=args, timeout=self._timeout_s)
-                except RuntimeError:  # the pool broke before it took the call
+                except RuntimeError:  # the pool broke before it accepted the call
                     continue
                 try:
                     return await self._result(pool, future)
@@ -151,13 +151,13 @@ class Processes:
         waiting = asyncio.wrap_future(future)
         try:
             while not (await asyncio.wait({waiting}, timeout=CHECK_S))[0]:
-                if time.monotonic() - self._moved > self._timeout_s + START_S:
+                if time.monotonic() - self._last_progress > self._timeout_s + START_S:
                     pool.stop()
                 if not pool.active:
-                    raise BrokenProcessPool("the pool died without a word")
+                    raise BrokenProcessPool("the pool died silently")
         finally:
             waiting.cancel()
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
         return waiting.result()
 
     async def _live_pool(self) -> ProcessPool:
@@ -171,7 +171,7 @@ class Processes:
 
     def _new_pool(self) -> ProcessPool:
         pool = ProcessPool(self._number, initializer=self._initializer, initargs=self._initargs, context=PoolContext())
-        if not pool.active:  # asking starts the processes
+        if not pool.active:  # reading this property starts the processes
             raise TransientError(f"the processes of {self._purpose} did not start")
         return pool
 

@@ -1,4 +1,4 @@
-"""Ends a process that no longer gets on: a read that never answers must not hold a run for ever."""
+"""Kills a process that has made no progress for too long, for example because a read never returns."""
 
 import faulthandler
 import os
@@ -12,27 +12,27 @@ import psutil
 from rl_core.runtime.guardian import is_guardian
 
 CHECK_S = 1.0
-"""Time between two looks."""
-TELL_S = 20.0
-"""Longest time that is spent on saying what happened: what hangs may be needed for it."""
+"""Interval between checks."""
+REPORT_S = 20.0
+"""Maximum time for the report before the process is killed: the report may need what hangs."""
 HELD_S = 60.0
-"""Time after the limit at which the process ends though no Python code can run in it."""
+"""Time after the limit at which the process is killed even if it cannot run Python code."""
 
-_moved = time.monotonic()
+_last_progress = time.monotonic()
 
 
 def progress() -> None:
-    """Says that this process gets on with its work; costs nothing."""
-    global _moved
-    _moved = time.monotonic()
+    """Records that this process is making progress; cheap enough to call anywhere."""
+    global _last_progress
+    _last_progress = time.monotonic()
 
 
 class Watchdog:
-    """Within its block, ends this process and all that it started with exit code 1 when no progress was told for
+    """Within its block, kills this process and its children with exit code 1 if no progress was recorded for
     `limit_s` seconds."""
 
     def __init__(self, limit_s: float, on_end: Callable[[float], None]) -> None:
-        """`on_end(seconds)` says what the process is doing, in a thread of its own."""
+        """`on_end(seconds without progress)` reports what the process was doing; it runs in a separate thread."""
         self._limit_s, self._on_end = limit_s, on_end
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -48,18 +48,18 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(CHECK_S):
-            # Needs no Python code to run here, which a thread that holds the interpreter's lock keeps from running.
+            # Runs without Python code, for the case that a thread holds the interpreter lock and does not return.
             faulthandler.dump_traceback_later(self._limit_s + HELD_S, exit=True, file=2)
-            silent_s = time.monotonic() - _moved
+            silent_s = time.monotonic() - _last_progress
             if silent_s > self._limit_s:
                 self._end(silent_s)
 
     def _end(self, silent_s: float) -> None:
-        teller = threading.Thread(target=self._on_end, args=(silent_s,), daemon=True)
-        teller.start()
-        teller.join(TELL_S)
+        reporter = threading.Thread(target=self._on_end, args=(silent_s,), daemon=True)
+        reporter.start()
+        reporter.join(REPORT_S)
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if not is_guardian(child):  # it has to find what is no child of this process any more
+                if not is_guardian(child):  # it still has to end processes that are no longer children of this one
                     child.kill()
         os._exit(1)

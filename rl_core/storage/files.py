@@ -1,4 +1,4 @@
-"""Single files of a folder or of a prefix of an object store, each written whole or not at all, in bounded time."""
+"""Atomic reads and writes of files in a folder or under an object-store prefix, with a timeout on every request."""
 
 import copy
 import json
@@ -13,35 +13,40 @@ from typing import Any, BinaryIO, Self, cast
 from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 
-from rl_core.credentials import HOW, holds_credentials, without_credentials
+from rl_core.credentials import CREDENTIALS_FIX, holds_credentials, without_credentials
 from rl_core.errors import InputError, TransientError
 from rl_core.storage.filesystem import RemoteFile, make_folder, open_filesystem, replacing, storage_errors, sync_path
 from rl_core.storage.run_files import MANIFEST
 
 TIMEOUT_S = 60.0
-"""Longest wait for a request to a remote store, with the client's own retries of it."""
+"""Default timeout of a request to a remote store, including the client's retries."""
 SLOWEST = 1 << 20
-"""Bytes per second that a large file goes over the network at least; slower counts as hanging."""
+"""Minimum transfer rate of large files in bytes per second; slower transfers time out."""
 
 
 class Files:
     """A folder (path) or a prefix of an object store (`s3://bucket/prefix`, `memory://…`).
 
-    Every `rel` is a path inside it with `/` as separator; the empty one is the root. Credentials come from the
-    environment only, and a pickled store is its URL and deadline. All methods raise `InputError` for what a person must
-    change (permissions, credentials, a `rel` that leaves the root) and `TransientError` for what a retry may cure, such
-    as no answer of a remote store within its deadline; reading what is not there raises `FileNotFoundError`.
+    Every `rel` is a path inside it with `/` as separator; the empty path is the root. Credentials come from the
+    environment only; a pickled store consists of its URL and timeout. All methods raise `InputError` for errors that
+    the user must fix (permissions, credentials, a `rel` outside the root) and `TransientError` for errors that a retry
+    may resolve, such as a timeout of a remote store; reading a missing file raises `FileNotFoundError`.
     """
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Open the store without touching it; a relative path is made absolute."""
+        """Open the store without accessing it; a relative path is made absolute."""
         if holds_credentials(url):
-            raise InputError("a URL without credentials", "one with some", without_credentials(url), HOW)
+            raise InputError(
+                expected="a URL without credentials",
+                seen="a URL that contains credentials",
+                where=without_credentials(url),
+                fix=CREDENTIALS_FIX,
+            )
         try:
             self.fs, self.root = open_filesystem(url)
         except (ValueError, ImportError) as error:
             raise InputError(
-                expected="a folder, or a URL of a file system that is installed, such as s3://bucket/prefix",
+                expected="a folder, or a URL of an installed file system, such as s3://bucket/prefix",
                 seen=f"{url!r} ({error})",
                 where="storage.root",
                 fix="correct the URL; for s3:// install the extra: pip install 'rollforward[s3]'",
@@ -62,11 +67,11 @@ class Files:
         return f"{type(self).__name__}({self.url!r})"
 
     def _path(self, rel: str) -> str:
-        """Full path of `rel`; names come from configs, so anything that could leave the root is refused."""
+        """Full path of `rel`; names come from configs, so any path that could leave the root is rejected."""
         parts = rel.split("/") if rel else []
         if any(part in ("", ".", "..") for part in parts) or set(rel) & set("*?[\0"):
             raise InputError(
-                expected="a path inside the store: names joined by /, without . or .. parts and none of * ? [",
+                expected="a path inside the store: names joined by /, without . or .. parts and without * ? [",
                 seen=repr(rel),
                 where=self.url,
                 fix="choose a plain name",
@@ -75,27 +80,27 @@ class Files:
 
     def child(self, rel: str) -> Self:
         """The store whose root is `rel`."""
-        made = copy.copy(self)
-        made.root = self._path(rel)
-        made.url = made._url()
-        return made
+        child = copy.copy(self)
+        child.root = self._path(rel)
+        child.url = child._url()
+        return child
 
     def guarded(self, guard: Callable[[], None]) -> Self:
-        """The same store that calls `guard` before it writes or removes anything; what that raises prevents it.
+        """The same store, but calling `guard` before every write and removal, which an exception from it prevents.
 
-        Its children are guarded too, what is pickled is not.
+        Children are guarded too; pickled copies are not.
         """
-        made = copy.copy(self)
-        made._guard = guard
-        return made
+        guarded = copy.copy(self)
+        guarded._guard = guard
+        return guarded
 
     def __copy__(self) -> Self:
-        made = type(self).__new__(type(self))
-        vars(made).update(vars(self))
-        return made
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def _call(self, method: str, *args: Any, size: int = 0, **options: Any) -> Any:
-        """A method of the file system; remote ones have a deadline, which `size` bytes that go over the wire extend."""
+        """Calls a method of the file system; remote ones get a timeout, extended by the transfer of `size` bytes."""
         if not self.fs.async_impl:
             return getattr(self.fs, method)(*args, **options)
         deadline = self.timeout_s + size / SLOWEST
@@ -105,12 +110,12 @@ class Files:
             raise TimeoutError(f"{method}: no answer within {deadline:.0f} s") from error
 
     def local_path(self, rel: str = "") -> Path | None:
-        """Path of `rel` on this machine, or None when the store is remote."""
+        """Path of `rel` on this machine, or None if the store is remote."""
         path = self._path(rel)
         return Path(path) if self.is_local else None
 
     def write_bytes(self, rel: str, data: bytes) -> None:
-        """Write a file whole or not at all; when this returns, a power cut does not lose it."""
+        """Write a file atomically; once this returns, the file survives a power cut."""
         path = self._path(rel)
         self._guard()
         with storage_errors(path, writing=True):
@@ -121,7 +126,7 @@ class Files:
                 self._call("pipe_file", path, data, size=len(data))
 
     def create_bytes(self, rel: str, data: bytes) -> bool:
-        """Write a file that is not there yet; False when it is. Of several that try at once one succeeds."""
+        """Create a file; False if it already exists. Of several concurrent calls, exactly one succeeds."""
         path = self._path(rel)
         with storage_errors(path, writing=True):
             try:
@@ -134,9 +139,9 @@ class Files:
                 else:
                     self._call("pipe_file", path, data, size=len(data), mode="create")
             except FileExistsError:
-                # What a client that lost the answer tried again is there as well.
+                # The client may have retried a request that succeeded but whose response was lost.
                 return self.read_bytes(rel) == data
-        # Some servers know no condition and let the last one win.
+        # Some servers ignore the condition, and the last write wins.
         return self.read_bytes(rel) == data
 
     def read_bytes(self, rel: str) -> bytes:
@@ -146,7 +151,7 @@ class Files:
             return bytes(self._call("cat_file", path))
 
     def open(self, rel: str) -> BinaryIO:
-        """A file to read parts of; of a remote one only what is asked for is fetched."""
+        """A seekable file; only the requested ranges of a remote file are fetched."""
         path = self._path(rel)
         with storage_errors(path):
             if not self.fs.async_impl:
@@ -158,11 +163,11 @@ class Files:
         return bytes(self._call("cat_file", path, start=start, end=end, size=end - start))
 
     def write_json(self, rel: str, value: Any) -> None:
-        """Write a value as JSON, whole or not at all."""
+        """Write a value as JSON, atomically."""
         self.write_bytes(rel, json.dumps(value, indent=1, ensure_ascii=False).encode())
 
     def read_json(self, rel: str) -> Any:
-        """Value of a JSON file; a file that is not JSON is an `InputError`."""
+        """Value of a JSON file; raises `InputError` if it is not valid JSON."""
         try:
             return json.loads(self.read_bytes(rel))
         except ValueError as error:
@@ -171,19 +176,19 @@ class Files:
             ) from None
 
     def _size(self, rel: str) -> int | None:
-        """Size of a file or folder, None when it is not there."""
+        """Size of a file or folder, None if it does not exist."""
         path = self._path(rel)
-        # Not fs.exists: it answers False when the storage fails, and good checkpoints would then count as uncommitted.
+        # Not fs.exists: it returns False when the storage fails, so valid checkpoints would count as uncommitted.
         with suppress(FileNotFoundError), storage_errors(path):
             return int(self._call("info", path)["size"])
         return None
 
     def exists(self, rel: str) -> bool:
-        """Whether a file or folder is there."""
+        """Whether a file or folder exists."""
         return self._size(rel) is not None
 
     def listdir(self, rel: str = "") -> list[str]:
-        """Sorted names of the files and folders directly under `rel`; empty when it is not there."""
+        """Sorted names of the files and folders directly under `rel`; empty if it does not exist."""
         path = self._path(rel)
         with suppress(FileNotFoundError), storage_errors(path):
             listed = [entry["name"].rstrip("/") for entry in self._call("ls", path, detail=True)]
@@ -191,9 +196,9 @@ class Files:
         return []
 
     def remove(self, rel: str) -> None:
-        """Remove a file or a folder with all its content; missing is fine.
+        """Remove a file, or a folder with all its content, if it exists.
 
-        The manifest goes first, so that a folder is never read when the removal is cut short.
+        The manifest is removed first, so a partly removed folder no longer counts as committed.
         """
         path = self._path(rel)
         self._guard()
@@ -206,36 +211,36 @@ class Files:
                 return
             manifest = f"{path}/{MANIFEST}"
             with suppress(FileNotFoundError):
-                self._call("rm_file", manifest)  # also where a stale listing does not show it
-            # By rm_file: rm takes [ and * in names for patterns, and removes a bucket when the root is one.
+                self._call("rm_file", manifest)  # explicitly, in case a stale listing does not show it
+            # Not rm: it treats [ and * in names as patterns, and removes the bucket if the root is one.
             for name in sorted(self._call("find", path)):
                 if name != manifest:
                     self._call("rm_file", name)
 
     def check_writable(self) -> None:
-        """Write, read and remove a small file; `InputError` says what to change when that fails."""
+        """Write, read and remove a small file; raises `InputError` with a fix if that fails."""
         probe, data = f".probe-{uuid.uuid4().hex}", b"rollforward"
         try:
             self.write_bytes(probe, data)
-            seen = self.read_bytes(probe)
+            read = self.read_bytes(probe)
             self.remove(probe)
         except (TransientError, FileNotFoundError, ValueError) as error:
             raise InputError(
-                expected="storage that can be written, read and removed",
+                expected="storage in which files can be written, read and removed",
                 seen=str(error),
                 where=self.url,
-                fix="check the URL, that its server runs and is reachable (AWS_ENDPOINT_URL for S3), and the network",
+                fix="check the URL, the network, and that the server is running (AWS_ENDPOINT_URL for S3)",
             ) from error
-        if seen != data:
+        if read != data:
             raise InputError(
                 expected=f"{data!r}, which was just written",
-                seen=repr(seen),
+                seen=repr(read),
                 where=self.url,
-                fix="use storage where a read sees the last write",
+                fix="use storage with read-after-write consistency",
             )
 
     def _files(self, rel: str) -> dict[str, int]:
-        """Path under `rel` and size of every file, sorted by path."""
+        """Size of every file under `rel` by relative path, sorted by path."""
         path = self._path(rel)
         prefix = f"{path.rstrip('/')}/"
         with suppress(FileNotFoundError), storage_errors(path):
@@ -246,7 +251,7 @@ class Files:
 
 @contextmanager
 def _whole(path: str) -> Iterator[None]:
-    """Leaves no file behind that the body could not write."""
+    """Removes the file if the body fails to write it."""
     try:
         yield
     except BaseException:
@@ -255,7 +260,7 @@ def _whole(path: str) -> Iterator[None]:
 
 
 def _unguarded() -> None:
-    """Nothing speaks against writing."""
+    """No-op write guard."""
 
 
 def join(rel: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What lies under a store: file systems by URL, their errors as this project's kinds, and files written whole."""
+"""File-system layer of a store: file systems by URL, error conversion, and atomic local writes."""
 
 import errno
 import io
@@ -23,18 +23,18 @@ _CLIENTS = {"botocore", "aiobotocore", "aiohttp", "httpx", "httpx2"}
 
 
 def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL and the path in it; nothing is touched."""
-    # Listings that s3fs caches hide what another process has committed or removed meanwhile.
+    """The file system of a URL and the path in it; nothing is accessed."""
+    # Listings cached by s3fs would hide files that another process has committed or removed since.
     options = {"use_listings_cache": False, "skip_instance_cache": True} if url.startswith(("s3:", "s3a:")) else {}
     fs, path = url_to_fs(os.path.expanduser(url) if "://" not in url else url, **options)
     return fs, str(path)
 
 
 class RemoteFile(io.RawIOBase):
-    """A file of which each read is one request; what was not asked for is not fetched."""
+    """A remote file read by ranges: one request per read."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
-        """`fetch(start, end)` gives these bytes of the file."""
+        """`fetch(start, end)` returns these bytes of the file."""
         self._fetch, self._size, self._at = fetch, size, 0
 
     def readable(self) -> bool:
@@ -64,7 +64,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,7 +73,7 @@ def sync_path(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents so that they survive a power cut."""
+    """Create a folder and its parents durably, so that they survive a power cut."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -82,7 +82,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` at the end, and leaves nothing behind when the body fails."""
+    """A temporary file that atomically replaces `path` at the end and is removed if the body fails."""
     make_folder(path.parent)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
@@ -98,9 +98,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def storage_errors(path: str, writing: bool = False) -> Iterator[None]:
-    """Turn errors of the file system and its client into this project's kinds.
+    """Convert errors of the file system and its client into `InputError` and `TransientError`.
 
-    `FileNotFoundError` passes when reading; when writing it means that the bucket is missing.
+    `FileNotFoundError` is passed on when reading; when writing it means that the bucket does not exist.
     """
     try:
         yield
@@ -117,17 +117,17 @@ def storage_errors(path: str, writing: bool = False) -> Iterator[None]:
 
 
 def _fix(error: Exception) -> str | None:
-    """What a person can do about a lasting error, or None when a retry may cure it."""
+    """How the user can fix a permanent error, or None if a retry may resolve it."""
     if type(error).__name__ in _CREDENTIALS:
         return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) in the environment"
     if isinstance(error, FileNotFoundError):
-        return "make the bucket first, or correct its name in the URL"
+        return "create the bucket, or correct its name in the URL"
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            "free space there and give the same command again, which continues from the last committed step; or choose "
-            "another place with storage.root"
+            "free space there and run the same command again, which continues from the last committed step; or choose "
+            "another location with storage.root"
         )
     if isinstance(error, PermissionError | NotADirectoryError | FileExistsError) or code in _LASTING:
-        return "give this user the right to read and write there, or choose another place with storage.root"
+        return "give this user read and write access there, or choose another location with storage.root"
     return None

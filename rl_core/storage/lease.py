@@ -1,9 +1,9 @@
-"""Who works on a run: a lease in the run's store, which keeps processes of any machines from writing one run together.
+"""Lease on a run, kept in the run's store: prevents two processes, on any machines, from writing the same run.
 
-Each holder creates the file of the next number, which only one process can, and rewrites it as long as it lives. The
-file with the highest number tells who the holder is, and earlier ones who it was: a holder that finds a later number
-has lost the lease. Clocks of machines are never compared: a holder counts as gone when its file stays as it is for the
-whole time of expiry, or at once when its process has ended on this machine.
+Each holder creates the file with the next number, which only one process can do, and renews it while alive. The file
+with the highest number names the current holder, the others past ones; a holder that finds a higher number has lost
+the lease. Clocks of different machines are never compared: a holder counts as dead if its file does not change for
+the expiry time, or immediately if its process has ended on this machine.
 """
 
 import json
@@ -28,7 +28,7 @@ from rl_core.storage.files import Files
 logger = logging.getLogger(__name__)
 
 RENEW_S = 10.0
-"""Time between two renewals."""
+"""Time between renewals."""
 EXPIRE_S = 60.0
 """Time without a renewal after which another process takes over."""
 _FILE = re.compile(r"(\d{6})\.json")
@@ -36,7 +36,7 @@ _FILE = re.compile(r"(\d{6})\.json")
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lease's file says; `since` is the holder's own clock, `machine` where process numbers mean the same."""
+    """Content of a lease file; `since` is the holder's clock, `machine` identifies the process-id namespace."""
 
     token: str
     host: str
@@ -49,7 +49,7 @@ class Holder:
 
     @classmethod
     def of_this_process(cls, machine: str) -> "Holder":
-        """This process as a holder, with an identity of its own."""
+        """This process as a holder, with a new token."""
         process = Process.of(os.getpid())
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         return cls(uuid.uuid4().hex, socket.gethostname(), machine, process.pid, process.started, since)
@@ -59,7 +59,7 @@ class Holder:
 
 
 def this_machine() -> str:
-    """What tells apart machines, their restarts and containers; empty where the system does not say."""
+    """Identifier that differs between machines, reboots and containers; empty if the system does not provide it."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -67,7 +67,7 @@ def this_machine() -> str:
 
 
 class Lease:
-    """The right to write a run, from when this is made until `end` or until another process has taken over."""
+    """The right to write a run, from construction until `end` or until another process takes over."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Lease:
         expire_s: float = EXPIRE_S,
         machine: str | None = None,
     ) -> None:
-        """Takes the lease of a run, whose folder is `store`, and keeps it.
+        """Acquires the lease of a run, whose folder is `store`, and keeps renewing it.
 
-        Raises InputError when another process has it. Where that cannot be known at once this watches for up to
-        `expire_s`, and tells so by `on_wait`. `machine` is where this process runs.
+        Raises InputError if another process holds it. If that is unknown, this waits for up to `expire_s` and first
+        calls `on_wait` with a message. `machine` identifies this process's machine (default: `this_machine()`).
         """
         self._store, self._run, self._on_wait = store, run, on_wait
         self._renew_s, self._expire_s = renew_s, expire_s
@@ -95,28 +95,29 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether it is known that another process has taken over."""
+        """Whether another process is known to have taken over."""
         return self._lost is not None
 
     def check(self) -> None:
-        """Asks the store; raises InputError when another process has taken over."""
+        """Reads the store; raises InputError if another process has taken over."""
         if self._lost is None and self._store.exists(_name(self._number + 1)):
             holder = self._read(_newest(self._store))
             self._lost = InputError(
-                f"to hold the lease of run {self._run}",
-                f"{holder or 'another process'} has taken over: this one had not renewed it for {self._expire_s:.0f} s",
-                self._store.url,
-                "leave the run to that process; if it has ended, the same command continues from the last committed "
-                "step",
+                expected=f"this process to hold the lease of run {self._run}",
+                seen=f"{holder or 'another process'} has taken over: the lease was not renewed for "
+                f"{self._expire_s:.0f} s",
+                where=self._store.url,
+                fix="leave the run to that process; if it has ended, run the same command again to continue from the "
+                "last committed step",
             )
         if self._lost is not None:
             raise self._lost
 
     def end(self) -> None:
-        """Gives the lease up; a lost one stays with its holder."""
+        """Releases the lease, unless another process has taken over."""
         self._ended.set()
         self._thread.join()
-        with suppress(RollforwardError):  # it expires
+        with suppress(RollforwardError):  # it will expire
             self.check()
             self._write(replace(self._own, ended=True))
 
@@ -129,13 +130,13 @@ class Lease:
                 return number + 1
 
     def _wait_for(self, number: int) -> None:
-        """Returns when the holder of this number has no lease any more; InputError when it lives."""
+        """Returns once the holder of this number has lost the lease; raises InputError if it is alive."""
         first = self._bytes(number)
         if self._is_gone(number):
             return
         self._on_wait(
-            f"run {self._run} was worked on by {self._read(number) or 'another process'}; without a sign of life it is "
-            f"taken over in {self._expire_s:.0f} s"
+            f"run {self._run} is held by {self._read(number) or 'another process'}; unless that renews its lease, the "
+            f"run is taken over in {self._expire_s:.0f} s"
         )
         deadline = time.monotonic() + self._expire_s
         while time.monotonic() < deadline:
@@ -147,7 +148,7 @@ class Lease:
                 raise self._held(self._read(number))
 
     def _is_gone(self, number: int) -> bool:
-        """Whether the holder is known to have ended; InputError when it is known to live."""
+        """Whether the holder is known to have ended; raises InputError if it is known to be alive."""
         holder = self._read(number)
         if holder is None or holder.ended:
             return holder is not None
@@ -159,10 +160,10 @@ class Lease:
 
     def _held(self, holder: Holder | None) -> InputError:
         return InputError(
-            "a run that no other process works on",
-            f"{holder or 'another process'} does",
-            f"run {self._run} in {self._store.url}",
-            "wait for it, end it, or give --run NAME",
+            expected="a run that no other process is working on",
+            seen=f"it is held by {holder or 'another process'}",
+            where=f"run {self._run} in {self._store.url}",
+            fix="wait for that process, stop it, or use another run with --run NAME",
         )
 
     def _keep(self) -> None:
@@ -176,9 +177,9 @@ class Lease:
             except (RollforwardError, FileNotFoundError) as error:
                 if self.lost:
                     return
-                # An outage is no reason to stop: it keeps others from taking over as well.
+                # Continue during an outage: it prevents other processes from taking over, too.
                 if not warned:
-                    logger.warning("the lease of run %s could not be renewed and is tried again: %s", self._run, error)
+                    logger.warning("the lease of run %s could not be renewed; retrying: %s", self._run, error)
                 warned = True
 
     def _write(self, holder: Holder) -> None:
@@ -191,7 +192,7 @@ class Lease:
             return b""
 
     def _read(self, number: int) -> Holder | None:
-        """The holder of this number, None when its file is not whole yet."""
+        """The holder of this number, None if its file is not complete yet."""
         try:
             return Holder(**json.loads(self._bytes(number)))
         except (ValueError, TypeError):
@@ -203,11 +204,11 @@ def _name(number: int) -> str:
 
 
 def _newest(store: Files) -> int:
-    """The highest number, 0 when there is none."""
+    """The highest number, 0 if there is none."""
     number = max(
         (int(match[1]) for name in store.listdir(run_files.LEASES) if (match := _FILE.fullmatch(name))), default=0
     )
-    while store.exists(_name(number + 1)):  # what a stale listing does not show
+    while store.exists(_name(number + 1)):  # a stale listing may not show it
         number += 1
     return number
 

@@ -1,4 +1,4 @@
-"""What each step of a run did: one JSON record a step."""
+"""The ledger of a run: one JSON record per step."""
 
 import hashlib
 import json
@@ -15,22 +15,22 @@ SHA256 = "sha256"
 class Ledger:
     """The records of a run's steps.
 
-    A record counts only when a committed checkpoint covers its step. After a crash the steps behind the last
-    checkpoint are done again and write their records again, so readers ask for records up to the committed step
-    and never list the folder.
+    A record is valid only if a committed checkpoint covers its step. After a crash, the steps after the last
+    checkpoint are repeated and overwrite their records, so readers request records up to the committed step and never
+    list the folder.
     """
 
     def __init__(self, store: Store, rel: str = run_files.LEDGER) -> None:
-        """Keep the records of the run that `store` holds in its folder `rel`."""
+        """Open the ledger in folder `rel` of the run stored in `store`."""
         self.store = store.child(rel)
 
     def write(self, step: int, record: Json) -> None:
-        """Write the record of a step whole, with its checksum; one that a crashed attempt left is replaced."""
-        record = json.loads(json.dumps(record))  # what a reader will see, so that both digests agree
+        """Write the record of a step with its checksum, atomically; a record left by a crashed attempt is replaced."""
+        record = json.loads(json.dumps(record))  # as a reader parses it, so that both digests agree
         self.store.write_json(_name(step), {**record, SHA256: _digest(record)})
 
     def read(self, step: int) -> Json:
-        """The record of a step; `InputError` when it is missing or damaged."""
+        """The record of a step; raises `InputError` if it is missing or damaged."""
         try:
             record = json.loads(self.store.read_bytes(_name(step)))
         except FileNotFoundError:
@@ -38,23 +38,24 @@ class Ledger:
         except ValueError as error:
             raise self._damaged(step, str(error)) from None
         if not isinstance(record, dict):
-            raise self._damaged(step, "no JSON object")
+            raise self._damaged(step, "not a JSON object")
         digest = record.pop(SHA256, None)
-        if digest is not None and digest != _digest(record):  # one that a person has restored has none
+        if digest is not None and digest != _digest(record):  # a record restored by a user has no checksum
             raise self._damaged(step, "a wrong checksum")
         return record
 
     def _damaged(self, step: int, seen: str) -> InputError:
-        lost = {"step": step, "time": 0, "metrics": {"time/step": 0}}
+        placeholder = {"step": step, "time": 0, "metrics": {"time/step": 0}}
         return InputError(
-            f"the ledger's record of step {step} as it was written",
-            seen,
-            f"{self.store.url}/{_name(step)}",
-            f"restore the file; to continue without the numbers of this step, write into it: {json.dumps(lost)}",
+            expected=f"the ledger record of step {step} as it was written",
+            seen=seen,
+            where=f"{self.store.url}/{_name(step)}",
+            fix="restore the file; to continue without the metrics of this step, replace its content by "
+            + json.dumps(placeholder),
         )
 
     def records(self, upto: int, after: int = 0) -> list[Json]:
-        """The records of the steps after + 1 … upto, in order; `InputError` names one that is missing or damaged."""
+        """The records of steps after + 1 … upto, in order; raises `InputError` if one is missing or damaged."""
         return [self.read(step) for step in range(after + 1, upto + 1)]
 
 

@@ -1,20 +1,20 @@
-"""The paths of a run's folder, relative to it; README has the same table in words."""
+"""Paths of the files in a run's folder, relative to it; the README describes them in a table."""
 
 MANIFEST = "manifest.json"
-"""File that commits the folder it is in: written last, with the size and the checksum of every other file."""
+"""File that commits its folder: written last, with the size and checksum of every other file."""
 
 RUN = "run.json"
-"""What the run is: name, recipe, resolved settings and their origins."""
+"""Description of the run: name, recipe, resolved settings and their origins."""
 STATUS = "status.json"
-"""What the run is doing now."""
+"""Current status of the run."""
 NOTES = "notes.json"
-"""Warnings that the report shows: a list of {time, text}."""
+"""Warnings shown in the report: a list of {time, text}."""
 REPORT = "report.html"
 
 LEASES = "leases"
 """Current and past owners of the run."""
 LEDGER = "ledger"
-"""One record a step; `Ledger` knows their names."""
+"""Folder with one record per step; see `Ledger`."""
 
 DATA = "data"
 """Folder of the committed rows."""
@@ -23,32 +23,32 @@ DATA_PAGE = f"{DATA}/report.html"
 DROPPED_ROWS = f"{DATA}/dropped.jsonl"
 
 WARM_START = "warm_start"
-"""Folder of the policy after the supervised steps, in Hugging Face form."""
+"""Folder of the policy after the supervised steps, in Hugging Face format."""
 
 CHECKPOINTS = "checkpoints"
 ROLLOUTS_AHEAD = "rollouts.safetensors"
-"""File of a checkpoint with the rollouts of the next step, where these were made ahead of training."""
+"""File of a checkpoint with the rollouts of the next step, if these were generated ahead of training."""
 ROLLOUTS = "rollouts"
 FAILED = "failed"
-"""What a step that failed trained on, until a later attempt commits the step."""
+"""Folder with the training data of a failed step, kept until a later attempt commits the step."""
 
 EVALUATION = "evaluation"
 CHAMPION = f"{EVALUATION}/champion.json"
-"""Scores of the champion that the policy was compared with, with its `version`."""
+"""Scores of the champion that the policy was compared with, and its `version`."""
 RELOAD = f"{EVALUATION}/reload.json"
 DECISION = f"{EVALUATION}/decision.json"
-"""What the gate decided, check by check."""
+"""The gate's decision and the result of each check."""
 CANARY = f"{EVALUATION}/canary.json"
-"""Fixed tokens with the trainer's log-probs of them, for the reload check."""
+"""Fixed tokens with the trainer's log-probs, for the reload check."""
 
 
 def step_name(step: int) -> str:
-    """Name of the folder (or, with an ending, the file) of a step: `step_000012`."""
+    """Name of the folder (or, with a suffix, the file) of a step: `step_000012`."""
     return f"step_{step:06d}"
 
 
 def rows_part(split: str, number: int) -> str:
-    """A part of the rows of a split, `train` or `val`."""
+    """File with one part of the rows of a split, `train` or `val`."""
     return f"{rows(split)}/part_{number:05d}.parquet"
 
 
@@ -68,12 +68,12 @@ def rollouts(step: int) -> str:
 
 
 def failed_rollouts(step: int) -> str:
-    """File with the trajectories of a step that failed."""
+    """File with the trajectories of a failed step."""
     return f"{FAILED}/{step_name(step)}.parquet"
 
 
 def failed_error(step: int) -> str:
-    """File with the error of a step that failed and its metrics so far; written after `failed_rollouts`."""
+    """File with the error and the metrics so far of a failed step; written after `failed_rollouts`."""
     return f"{FAILED}/{step_name(step)}.json"
 
 
@@ -83,5 +83,5 @@ def evaluation(step: int) -> str:
 
 
 def export(step: int) -> str:
-    """Folder of the policy at a step, in Hugging Face form."""
+    """Folder of the policy at a step, in Hugging Face format."""
     return f"export/{step_name(step)}"

@@ -1,4 +1,4 @@
-"""What a run is doing now: one small file in its store, written by a thread so that training never waits for it."""
+"""Current status of a run: one small file in its store, written by a thread so that training never waits for it."""
 
 import logging
 import os
@@ -18,11 +18,11 @@ from rl_core.storage.store import Store
 logger = logging.getLogger(__name__)
 
 BEAT_S = 5.0
-"""Time after which the file is written though nothing has changed."""
+"""Interval at which the file is written even without changes."""
 LEAST_S = 0.5
-"""Least time between two writes: phases of a small model change every few milliseconds."""
+"""Minimum time between two writes: phases of a small model change every few milliseconds."""
 SILENT_S = 60.0
-"""Silence after which a process of another machine counts as gone."""
+"""Time without an update after which a process on another machine counts as dead."""
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -35,11 +35,11 @@ WAITS = {
     "push": "the rollout engines wait for the new weights",
     "commit": "the trainer waits for storage",
 }
-"""Who waits for what in each phase of a step."""
+"""Description of each phase of a step."""
 
 
 class Status(BaseModel):
-    """A moment of a run's process; times are seconds since 1970, and `step` counts the steps that are done."""
+    """Snapshot of a run's process; times are seconds since the epoch, `step` is the number of completed steps."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -59,11 +59,11 @@ class Status(BaseModel):
 
     @property
     def lives(self) -> bool:
-        """Whether the process that wrote this is still there, as far as this machine can tell."""
+        """Whether the process that wrote this is alive, as far as this machine can determine."""
         if self.host != socket.gethostname():
             return time.time() - self.beat < SILENT_S
         try:
-            # A number is given again to later processes.
+            # Process ids are reused, so also compare the start time.
             process = psutil.Process(self.pid)
             return bool(process.create_time() <= self.beat + 1 and process.status() != psutil.STATUS_ZOMBIE)
         except (psutil.Error, ValueError, OverflowError):
@@ -71,12 +71,12 @@ class Status(BaseModel):
 
     @property
     def state_now(self) -> State:
-        """The state as it is: a process that could not say how it ended has stopped."""
+        """The actual state: `stopped` if the process died without recording how it ended."""
         return "stopped" if self.state == "running" and not self.lives else self.state
 
     @property
     def doing(self) -> str:
-        """Stage and phase since when: `stage train, step 3: the trainer waits for scores, since 14:02:11`."""
+        """Current stage and phase: `stage train, step 3: the trainer waits for scores, since 14:02:11`."""
         where = f"stage {self.stage or 'none'}"
         if self.phase:
             where += f", step {self.step + 1}: {WAITS.get(self.phase, self.phase)}"
@@ -85,12 +85,12 @@ class Status(BaseModel):
 
     @property
     def seconds_left(self) -> float:
-        """Time that the steps which are missing take at the present rate."""
+        """Estimated time for the remaining steps at the current rate."""
         return (self.steps - self.step) * self.seconds_per_step
 
 
 def read_status(store: Store) -> Status | None:
-    """What the run's process wrote last; None when it wrote nothing or nothing that can be read."""
+    """The last status written by the run's process; None if there is none or it is unreadable."""
     try:
         return Status.model_validate_json(store.read_bytes(run_files.STATUS))
     except (FileNotFoundError, ValidationError):
@@ -98,13 +98,13 @@ def read_status(store: Store) -> Status | None:
 
 
 class StatusWriter:
-    """Keeps the status file of a run that this process works on, from now until `close`.
+    """Writes the status file of this process's run until `close`.
 
-    Changes cost the caller microseconds. When storage fails the file is old and a warning says so once.
+    An update costs the caller microseconds. If storage fails, the file becomes outdated and one warning is logged.
     """
 
     def __init__(self, store: Store, steps: int, step: int) -> None:
-        """`step` of `steps` steps are done."""
+        """`step` of `steps` steps are completed."""
         self._store = store
         self.status = Status(steps=steps, step=step, pid=os.getpid(), host=socket.gethostname())
         self._changed, self._ended = threading.Event(), threading.Event()
@@ -114,22 +114,22 @@ class StatusWriter:
         self._thread.start()
 
     def update(self, **changes: Any) -> None:
-        """Fields that are otherwise from now on."""
+        """Updates the given status fields."""
         progress()
         self.status = self.status.model_copy(update=changes)
         self._changed.set()
 
     def stage(self, name: str) -> None:
-        """A stage begins."""
+        """Records the start of a stage."""
         now = time.time()
         self.update(stage=name, stage_since=now, phase="", phase_since=now)
 
     def phase(self, step: int, name: str) -> None:
-        """A phase of a step begins."""
+        """Records the start of a phase of a step."""
         self.update(step=step - 1, phase=name, phase_since=time.time())
 
     def close(self, state: State, error: str = "") -> None:
-        """The run has ended."""
+        """Stops the thread and writes the final state."""
         self._ended.set()
         self._changed.set()
         self._thread.join()
@@ -148,5 +148,5 @@ class StatusWriter:
             self._store.write_bytes(run_files.STATUS, text.encode())
         except (RollforwardError, FileNotFoundError) as error:
             if not self._warned:
-                logger.warning("`rollforward status` shows what was last written. %s", error)
+                logger.warning("The status file could not be written; `rollforward status` is outdated. %s", error)
             self._warned = True

@@ -1,7 +1,7 @@
-"""Files of a run in a folder or on an object store, with folders that are committed whole or not at all.
+"""Files of a run in a folder or on an object store, with atomically committed folders.
 
-A folder is committed by writing `manifest.json` last: it lists every other file with size and checksum. Readers trust
-manifests only. That needs no rename, which object stores do not have.
+A folder is committed by writing `manifest.json` last, which lists every other file with its size and checksum. Readers
+trust only manifests. This needs no rename, which object stores lack.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 BLOCK = 8 << 20
-"""Bytes that are asked for at once."""
+"""Bytes per read."""
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -31,21 +31,21 @@ class Store(Files):
     """A folder or prefix whose subfolders can be committed."""
 
     def upload(self, local_dir: str | Path, rel: str = "", under: str = "") -> list[Json]:
-        """Copy all files under `local_dir` to the folder `under` of `rel`, each whole or not at all.
+        """Copy all files under `local_dir` to the folder `under` of `rel`, each atomically.
 
-        Returns what `commit_folder` of `rel` takes.
+        Returns their manifest entries for `commit_folder(rel)`.
         """
         source = Path(local_dir)
         if not source.is_dir():
             raise InputError(
                 expected="a folder to upload", seen="no folder", where=str(source), fix="write the files there first"
             )
-        # File by file: a recursive put of a folder that is already there nests a second copy inside it.
+        # File by file: a recursive put into an existing folder would nest a second copy inside it.
         files = sorted(path for path in source.rglob("*") if path.is_file())
         return [self.put_file(file, rel, join(under, file.relative_to(source).as_posix())) for file in files]
 
     def put_file(self, file: str | Path, rel: str, name: str) -> Json:
-        """Copy a file of this machine to `name` in `rel`, whole or not at all; returns its entry in a manifest."""
+        """Copy a local file to `name` in `rel`, atomically; returns its manifest entry."""
         target, entry = self._path(join(rel, name)), file_entry(Path(file), name)
         self._guard()
         with storage_errors(target, writing=True):
@@ -57,22 +57,22 @@ class Store(Files):
         return entry
 
     def add_bytes(self, data: bytes, rel: str, name: str) -> Json:
-        """Write a file `name` in `rel`, whole or not at all; returns its entry in a manifest."""
+        """Write a file `name` in `rel`, atomically; returns its manifest entry."""
         self.write_bytes(join(rel, name), data)
         return {"path": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def download(self, rel: str, local_dir: str | Path) -> None:
-        """Copy all files under the folder `rel` to `local_dir`, each whole or not at all.
+        """Copy all files under the folder `rel` to `local_dir`, each atomically.
 
-        Of a committed folder, or a part of one, these are the files as they were committed; those that are in
-        `local_dir` already stay. Raises TransientError for one that is damaged: a next attempt may use another folder.
+        In a committed folder or a subfolder of one, only the committed files are copied; files already in `local_dir`
+        are kept. Raises TransientError if a file is damaged, because the next attempt may use another folder.
         """
         entries = self._committed_files(rel) or [{"path": name} for name in self._files(rel)]
         if not entries:
             raise FileNotFoundError(f"no files under {self._path(rel)}")
         for entry in entries:
             source, target = join(rel, entry["path"]), Path(local_dir, entry["path"])
-            path = self._path(source)  # refuses names that lead elsewhere
+            path = self._path(source)  # rejects names that leave the store
             if target.is_file() and entry == file_entry(target, entry["path"]):
                 continue
             try:
@@ -81,12 +81,12 @@ class Store(Files):
                         copied.write(block)
                     copied.flush()
                     if "sha256" in entry and entry != file_entry(Path(copied.name), entry["path"]):
-                        raise TransientError(f"{path} is not as it was committed")
+                        raise TransientError(f"{path} differs from its manifest")
             except FileNotFoundError as error:
                 raise TransientError(f"{path} is missing") from error
 
     def _committed_files(self, rel: str) -> list[Json]:
-        """Entries of the committed files under `rel`, which is a committed folder or lies directly in one."""
+        """Manifest entries of the files under `rel`, which is a committed folder or a direct child of one."""
         if manifest := self.read_manifest(rel):
             return list(manifest["files"])
         parent, _, name = rel.rpartition("/")
@@ -99,14 +99,14 @@ class Store(Files):
             return _checksum(file)
 
     def commit_folder(self, rel: str, meta: Json, files: Iterable[Json] | None = None) -> Json:
-        """Make files under `rel` one committed whole, and return the manifest.
+        """Commit the files under `rel` as one unit and return the manifest.
 
-        The manifest is `{"version": 1, "files": [{"path", "size", "sha256"}, …], "meta", "sha256"}`; its own sha256 is
-        over files and meta. On a local file system every file is flushed to the disk before it is written.
+        The manifest is `{"version": 1, "files": [{"path", "size", "sha256"}, …], "meta", "sha256"}`; its own sha256
+        covers files and meta. On a local file system, every file is flushed to disk before the manifest is written.
 
         Args:
-            files: entries from those who wrote the files, which then cannot be missed, cut short or changed on the way
-                unnoticed; by default all that is there, as it is.
+            files: manifest entries computed when the files were written, so that missing, truncated or changed files
+                are detected; default: all files in the folder as they are.
         """
         if files is None:
             listed = {name: size for name, size in self._files(rel).items() if name != MANIFEST}
@@ -116,47 +116,47 @@ class Store(Files):
             size = self._size(join(rel, file["path"]))
             if size != file["size"]:
                 where = self._path(join(rel, file["path"]))
-                raise TransientError(f"{where} is not as it was written: {size} bytes instead of {file['size']}")
+                raise TransientError(f"{where} has {size} bytes instead of the {file['size']} that were written")
         if folder := self.local_path(rel):
             with storage_errors(str(folder), writing=True):
                 for path in [*(folder / file["path"] for file in files), *(p for p in folder.rglob("*") if p.is_dir())]:
                     sync_path(path)
-        meta = json.loads(json.dumps(meta))  # what a reader will see, so that both digests agree
+        meta = json.loads(json.dumps(meta))  # as a reader parses it, so that both digests agree
         manifest = {"version": 1, "files": files, "meta": meta, "sha256": _digest(files, meta)}
         self.write_json(join(rel, MANIFEST), manifest)
         return manifest
 
     def read_manifest(self, rel: str) -> Json | None:
-        """The manifest of a committed folder, or None when there is none or it is damaged."""
+        """The manifest of a committed folder, or None if it is missing or damaged."""
         try:
             manifest = json.loads(self.read_bytes(join(rel, MANIFEST)))
-            right = manifest["version"] == 1 and manifest["sha256"] == _digest(manifest["files"], manifest["meta"])
+            valid = manifest["version"] == 1 and manifest["sha256"] == _digest(manifest["files"], manifest["meta"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        return manifest if right else None
+        return manifest if valid else None
 
     def verify(self, rel: str, content: bool = True) -> list[str]:
-        """Problems of a committed folder, by file name; an empty list says that it is good.
+        """Problems of a committed folder, each starting with the file name; empty if it is valid.
 
-        Without `content` files are not read: names and sizes only.
+        Without `content`, only names and sizes are compared and no files are read.
         """
         manifest = self.read_manifest(rel)
         if manifest is None:
             return [f"{MANIFEST}: missing or damaged"]
         problems = []
         for name, size, digest in ((file["path"], file["size"], file["sha256"]) for file in manifest["files"]):
-            # Asked for one by one: a listing may be stale, and a good folder would count as damaged.
-            seen = self._size(join(rel, name))
-            if seen is None:
+            # One request per file: with a stale listing, a valid folder would count as damaged.
+            actual = self._size(join(rel, name))
+            if actual is None:
                 problems.append(f"{name}: missing")
-            elif seen != size:
-                problems.append(f"{name}: wrong size, {seen} bytes instead of {size}")
+            elif actual != size:
+                problems.append(f"{name}: wrong size, {actual} bytes instead of {size}")
             elif content and self._sha256(join(rel, name)) != digest:
                 problems.append(f"{name}: wrong checksum")
         return problems
 
     def _steps(self, rel: str) -> dict[int, bool]:
-        """Step of each step folder under `rel`, in order, and whether it has a manifest."""
+        """Steps of the step folders under `rel`, in order, and whether each has a manifest."""
         steps = sorted(int(match[1]) for name in self.listdir(rel) if (match := _STEP.fullmatch(name)))
         return {step: self.exists(join(rel, f"{step_name(step)}/{MANIFEST}")) for step in steps}
 
@@ -165,29 +165,29 @@ class Store(Files):
         return [step for step, committed in self._steps(rel).items() if committed]
 
     def latest_valid_step(self, rel: str, on_damage: Callable[[str], None] = logger.error) -> tuple[int, Json] | None:
-        """Newest step under `rel` whose files are all as committed, with its manifest; None when there is none.
+        """Newest step under `rel` that passes verification, with its manifest; None if there is none.
 
-        `on_damage` is told of newer ones, which are removed, as those are that were never committed: a damaged one must
-        not count as kept by `prune`. What a stale listing does not show stays.
+        Newer damaged steps are removed, so that `prune` does not count them as kept, and `on_damage` gets a message for
+        each; uncommitted steps are removed too. Steps missing from a stale listing stay.
         """
         steps, found = self._steps(rel), None
-        useless = [step for step, committed in steps.items() if not committed]
+        invalid = [step for step, committed in steps.items() if not committed]
         for step in reversed([step for step, committed in steps.items() if committed]):
             folder = join(rel, step_name(step))
             problems = self.verify(folder)
             if not problems and (manifest := self.read_manifest(folder)):
                 found = step, manifest
                 break
-            on_damage(f"{self._path(folder)} is damaged and is not used: {'; '.join(problems)}")
-            useless.append(step)
-        for step in useless:
+            on_damage(f"{self._path(folder)} is damaged and is skipped: {'; '.join(problems)}")
+            invalid.append(step)
+        for step in invalid:
             self.remove(join(rel, step_name(step)))
         return found
 
     def prune(self, rel: str, keep: int, newest: int) -> None:
-        """Remove the committed steps under `rel` that come before the `keep` (at least 1) up to step `newest`.
+        """Remove committed steps under `rel` except the last `keep` (at least 1) up to step `newest`.
 
-        Later ones stay: when a listing was stale at the start of an attempt, they are of the one before.
+        Later steps stay: after a stale listing at the start of an attempt, they belong to the previous attempt.
         """
         steps = [step for step in self.committed_steps(rel) if step < newest]
         for step in steps[: max(0, len(steps) - max(keep - 1, 0))]:
@@ -195,14 +195,14 @@ class Store(Files):
 
 
 def file_entry(file: Path, name: str) -> Json:
-    """What a manifest says of a file of this machine that goes by `name`."""
+    """The manifest entry of a local file under the given name."""
     with storage_errors(str(file)), file.open("rb") as data:
         digest = _checksum(data)
     return {"path": name, "size": file.stat().st_size, "sha256": digest}
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The content from here on; a large file may take longer than this process may be silent."""
+    """The remaining content in blocks; reports progress, so that the watchdog tolerates large files."""
     while block := file.read(BLOCK):
         progress()
         yield block

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_core.credentials import HOW, holds_credentials
+from rl_core.credentials import CREDENTIALS_FIX, holds_credentials
 from rl_core.errors import InputError, RollforwardError, TransientError
 from tasks.tracking.outage import LOCKED, Outage, brief_calls, server_problem, sqlite_problem
 
@@ -72,7 +72,9 @@ def check_tracking(uri: str, resuming: bool = False) -> None:
     need a file that another process has locked.
     """
     if holds_credentials(uri):
-        raise InputError("an MLflow server's address without credentials", "one with some", "tracking.uri", HOW)
+        raise InputError(
+            "an MLflow server's address without credentials", "one with some", "tracking.uri", CREDENTIALS_FIX
+        )
     if uri.startswith(("http://", "https://")):
         if not resuming and (problem := server_problem(uri)):
             raise InputError(

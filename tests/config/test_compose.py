@@ -96,7 +96,7 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("lr=1", ["actor.optim.lr", "critic.optim.lr"]),
         ("trianer.steps.x=1", ["trainer.steps"]),
         ("trainer.steps", ["KEY=VALUE", "trainer.steps=VALUE"]),
-        ("trainer=3", ["keys under the section trainer", "trainer.steps"]),
+        ("trainer=3", ["settings within the section trainer", "trainer.steps"]),
         ("trainer.steps=abc", ["whole number of at least 1", '"abc"', "trainer.steps (override)"]),
         ("trainer.steps=0", ["whole number of at least 1", "= 0"]),
         ("trainer.steps=2.5", ["whole number", "2.5"]),
@@ -108,19 +108,19 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("actor.optim.betas=[0.9]", ["a list of 2 numbers"]),
         ("model.dtype=int8", ["one of float32, bfloat16", "int8"]),
         ("gate.approval=1", ["true or false"]),
-        ("registry.model_name=12", ["text", "registry.model_name='\"12\"'"]),
+        ("registry.model_name=12", ["a string", "registry.model_name='\"12\"'"]),
         ("data.source=[x", ["valid YAML", "data.source=[x"]),
-        ("data.drop=[x]", ["a list out of malformed, overlong"]),
+        ("data.drop=[x]", ["a list with entries from malformed, overlong"]),
         ("rollout.n=1", ["rollout.n (override)", "algorithm.estimator (recipe grpo)", "at least 2"]),
         ("algorithm.reward_weights=[short]", ["NAME=WEIGHT", "not short", "algorithm.reward_weights (override)"]),
-        ("correction.reject_bounds=[2, 0.5]", ["lower one", "correction.reject_bounds (override)"]),
-        ("rollout.mode=async", ["rollout.mode=async", "needs rollout.ranks_per_node"]),
-        ("rollout.nodes=2", ["rollout.nodes=2 needs rollout.ranks_per_node"]),
-        ("rollout.tensor_parallel_size=2", ["rollout.tensor_parallel_size=2 must divide the 1 ranks that roll out"]),
+        ("correction.reject_bounds=[2, 0.5]", ["ascending order", "correction.reject_bounds (override)"]),
+        ("rollout.mode=async", ["rollout.mode=async", "requires rollout.ranks_per_node"]),
+        ("rollout.nodes=2", ["rollout.nodes=2 requires rollout.ranks_per_node"]),
+        ("rollout.tensor_parallel_size=2", ["rollout.tensor_parallel_size=2 must divide the 1 rollout ranks"]),
         ("rollout={tensor_parallel_size: 3, ranks_per_node: 3}", ["=3 must divide model.tiny.heads="]),
-        ("rollout={mode: async, ranks_per_node: 1, top_p: 0.9}", ["compare log-probs", "set rollout.top_p=1"]),
-        ("rollout={mode: async, ranks_per_node: 1, log_probs: false}", ["set rollout.log_probs=true"]),
-        ("evaluation.refusal_pattern='('", ["no regular expression", "evaluation.refusal_pattern (override)"]),
+        ("rollout={mode: async, ranks_per_node: 1, top_p: 0.9}", ["compare log-probs", "require rollout.top_p=1"]),
+        ("rollout={mode: async, ranks_per_node: 1, log_probs: false}", ["require", "rollout.log_probs=true"]),
+        ("evaluation.refusal_pattern='('", ["not a valid regular expression", "evaluation.refusal_pattern (override)"]),
         ("actor.mini_batch_size=7", ["must divide", "data.train_batch_size (recipe demo)"]),
     ],
 )
@@ -156,13 +156,13 @@ def test_an_unknown_recipe_is_answered_with_the_nearest_and_all_names(tmp_path: 
     ("text", "words"),
     [
         ("trainer: [1", "valid YAML"),
-        ("trainer:\n  steps: 1\n  steps: 2\n", "'steps' is given twice"),
+        ("trainer:\n  steps: 1\n  steps: 2\n", "duplicate key 'steps'"),
         ("- 1\n", "a mapping of settings"),
         ("defaults: grpo\n", "`defaults`"),
         ("defaults: [nope]\n", "'nope'"),
-        ("defaults: [mine.yaml]\n", "do not start from themselves"),
+        ("defaults: [mine.yaml]\n", "recipes without circular `defaults`"),
         ("defaults: [other.yaml]\n", "mine.yaml → .*other.yaml → .*mine.yaml"),
-        ("trainer:\n", "keys under the section trainer"),
+        ("trainer:\n", "settings within the section trainer"),
         ("trainer: {stepz: 1}\n", "trainer.stepz(.|\n)*recipe .*mine.yaml(.|\n)*trainer.steps"),
     ],
 )
@@ -237,7 +237,7 @@ def test_configs_are_checked_in_a_moment_without_heavy_imports() -> None:
 @pytest.mark.parametrize("setting", ["algorithm.kl_in_reward_coef=0.1", "algorithm.overlong_buffer=2"])
 def test_token_rewards_that_gdpo_would_not_see_are_refused(setting: str) -> None:
     compose("grpo", ["algorithm.estimator=gdpo"])
-    with pytest.raises(InputError, match="gdpo reads the scorer's named rewards"):
+    with pytest.raises(InputError, match="gdpo uses the scorer's named rewards"):
         compose("grpo", ["algorithm.estimator=gdpo", setting])
 
 
@@ -275,7 +275,7 @@ def test_a_mixture_goes_through_every_form_of_the_config(tmp_path: Path) -> None
     [
         ("[{source: gsm8k, weigth: 2}]", ["data.mixture[0].weigth", "the nearest known key is data.mixture[0].weight"]),
         ("[{}, {weight: 0}]", ["data.mixture[1].weight (override)", "a number above 0"]),
-        ("[{tasks: a}]", ["data.mixture[0].tasks", "a list of texts"]),
+        ("[{tasks: a}]", ["data.mixture[0].tasks", "a list of strings"]),
         ("[{train_rows: x, val_rows: y}]", ["2 problems", "mixture[0].train_rows", "mixture[0].val_rows"]),
         ("[{mixture: []}]", ["data.mixture[0].mixture"]),
         ("[gsm8k]", ["a list of {source: …, path: …", '["gsm8k"]']),
@@ -302,5 +302,5 @@ def test_settings_by_former_names_are_read_in_saved_configs_and_named_to_users()
     saved["engine"] = {**saved.pop("fsdp"), "offload": "idle"}
     saved["gate"]["length_ratio"] = saved["gate"].pop("max_length_ratio")
     assert from_dict(saved) == override(RunConfig(), ["fsdp.offload=idle"])
-    with pytest.raises(InputError, match="engine.offload.*(?s:.)*it is now called fsdp.offload"):
+    with pytest.raises(InputError, match="engine.offload.*(?s:.)*it has been renamed to fsdp.offload"):
         compose("demo", ["engine.offload=idle"])

@@ -53,21 +53,21 @@ def test_sizes_follow_from_the_config() -> None:
     ]  # fmt: skip
     sizes = derived(compose("demo", overrides).config, parameters=1 << 20, train_rows=320)
     assert sizes["prompts per step"] == "64" and sizes["responses per step"] == "512"
-    assert sizes["responses per rank and step"] == "256 (2 ranks)"
+    assert sizes["responses per rank per step"] == "256 (2 ranks)"
     assert sizes["mini-batches per step"] == "4"
     assert sizes["optimizer steps per step"] == "8" and sizes["optimizer steps in the run"] == "80"
-    assert sizes["most tokens per step"] == "65,536" and sizes["most tokens per rank and micro-batch"] == "1,000"
-    assert sizes["most micro-batches per mini-batch"] == "10", "64 responses a rank, 7 of 128 tokens fit in 1,000"
+    assert sizes["max tokens per step"] == "65,536" and sizes["max tokens per rank and micro-batch"] == "1,000"
+    assert sizes["max micro-batches per mini-batch"] == "10", "64 responses a rank, 7 of 128 tokens fit in 1,000"
     assert sizes["steps per epoch"] == "5.0" and sizes["epochs in the run"] == "2.00"
-    assert sizes["weights, gradient, Adam per rank"].startswith("8 MiB") and sizes["one checkpoint"].startswith(
+    assert sizes["weights, gradients, Adam per rank"].startswith("8 MiB") and sizes["one checkpoint"].startswith(
         "12 MiB"
     )
-    assert sizes["rollout engine's weights"].startswith("4 MiB") and "reference model per rank" not in sizes
+    assert sizes["rollout engine weights"].startswith("4 MiB") and "reference model per rank" not in sizes
 
 
 def test_a_critic_and_a_reference_count() -> None:
     sizes = derived(compose("ppo", ["model.dtype=bfloat16"]).config, parameters=1 << 30)
-    assert sizes["weights, gradient, Adam per rank"].startswith("32.0 GiB")
+    assert sizes["weights, gradients, Adam per rank"].startswith("32.0 GiB")
     assert sizes["reference model per rank"].startswith("2.0 GiB") and sizes["one checkpoint"].startswith("24.0 GiB")
 
 

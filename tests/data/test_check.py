@@ -161,7 +161,7 @@ def test_tools_that_there_are_not_stop_and_other_schemas_warn(look: Look) -> Non
     train = found.report.of("train")[0]
     assert train.tools == {"calculator": 2, "calculater": 1} and train.unknown_tools == {"calculater": 1}
     assert found.problems == [
-        ("warning", "train row 1", "in the row it has no x and also y"),
+        ("warning", "train row 1", "other parameters in the row: missing x; extra y"),
         ("stop", "extra_info.tools_kwargs of train row 2", "'calculater'"),
     ]
     assert "calculator" in found.report.stops[0].fix and "data.drop" not in found.report.stops[0].fix
@@ -209,7 +209,7 @@ def test_hostile_texts_break_neither_file_nor_page(look: Look) -> None:
     page = render_data_report(report, evil)
     page.encode()
     assert "<script" not in page and "&lt;script&gt;" in page
-    assert not set("\0\x1b\u202e") & set(page) and "Stops a run" in page
+    assert not set("\0\x1b\u202e") & set(page) and "Blocks a run" in page
 
 
 def test_the_page_shows_counts_lengths_problems_and_rows(look: Look) -> None:

@@ -108,9 +108,9 @@ def test_paths_that_name_no_data_say_so(store: Store, tmp_path: Path) -> None:
     store.write_bytes("empty/README.md", b"")
     for name, seen in {
         "absent.jsonl": "no such file",
-        "empty": "a folder without any",
+        "empty": "a folder without such files",
         "*.jsonl": "no such file",
-        "rows.csv": "a file of another kind",
+        "rows.csv": "a file of another format",
     }.items():
         with pytest.raises(InputError, match=seen) as error:
             data_files((f"{store.url}/{name}",))
@@ -178,7 +178,7 @@ async def refuse(*args: Any, **kwargs: Any) -> None:
         ("a.feather", FORMATS["a.feather"](ROWS)[:-40], "a valid Arrow file"),
         ("a.jsonl.gz", b'{"a": 1}\n', "a valid JSON lines file"),
         ("a.jsonl.gz", FORMATS["a.jsonl.gz"](ROWS)[:-40], "a valid JSON lines file"),
-        ("a.json", b' \n[{"a": 1},\n{"a": 2}]', "a line of its own"),
+        ("a.json", b' \n[{"a": 1},\n{"a": 2}]', "one item per line"),
         ("a.jsonl", b"\n", "an empty file"),
     ],
 )
@@ -272,7 +272,7 @@ def test_changes_of_files_are_told_and_copies_are_none(tmp_path: Path) -> None:
     (copied / "c/10.jsonl").write_bytes(b"{}\n")
     assert changed_files(recorded, str(copied)) == [
         "a.jsonl is gone",
-        "b.jsonl: other content in 1,080 bytes",
+        "b.jsonl: content changed (1,080 bytes)",
         "c/2.jsonl: 1,080 → 1,089 bytes",
         "new file c/10.jsonl",
     ]
@@ -311,4 +311,4 @@ def test_remote_files_are_known_by_size_and_etag(s3_endpoint: str, monkeypatch: 
     store.write_bytes("a.jsonl", b"{}\n")
     store.write_bytes("b.jsonl", b"[]\n")
     store.write_bytes("c.jsonl", b"{}\n{}\n")
-    assert changed_files(recorded, store.url) == ["b.jsonl: other content in 3 bytes", "c.jsonl: 3 → 6 bytes"]
+    assert changed_files(recorded, store.url) == ["b.jsonl: content changed (3 bytes)", "c.jsonl: 3 → 6 bytes"]

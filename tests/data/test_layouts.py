@@ -172,17 +172,17 @@ ASSISTANT = {"role": "assistant", "content": "yes"}
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ({"prompt": [USER]}, "prompt and reward_model, question and answer.*\n.*there are prompt"),
-        ({"text": "a"}, "messages\n.*there are text"),
+        ({"prompt": [USER]}, "prompt and reward_model, question and answer.*\n.*columns found: prompt"),
+        ({"text": "a"}, "messages\n.*columns found: text"),
         ({"prompt": [USER], "reward_model": "text"}, "reward_model.ground_truth"),
         ({"prompt": [USER], "reward_model": {"ground_truth": {"a": 1}}}, "structured answers belong in extra_info"),
-        ({"messages": [USER]}, "message of the assistant, as in the layout messages"),
+        ({"messages": [USER]}, "an assistant message, as in the layout messages"),
         ({"messages": [ASSISTANT]}, "messages before the answer\n.*an empty list"),
         ({"messages": "hello"}, "list of messages in messages\n.*hello"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "the last message of the assistant"),
-        ({"question": " ", "answer": "4"}, "a text in question, as in the layout question and answer"),
-        ({"question": "?", "answer": ["4"]}, "a text or number in answer, as in"),
-        ({"prompt": 3, "completion": "4"}, "a text in prompt, as in the layout prompt and completion"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "the last assistant message"),
+        ({"question": " ", "answer": "4"}, "a string in question, as in the layout question and answer"),
+        ({"question": "?", "answer": ["4"]}, "a string or number in answer, as in"),
+        ({"prompt": 3, "completion": "4"}, "a string in prompt, as in the layout prompt and completion"),
         ({"messages": [USER, ASSISTANT], "data_source": 5}, "data_source"),
         ({"messages": [USER, ASSISTANT], "extra_info": "[1]"}, "a struct in extra_info"),
         ({"messages": [USER, ASSISTANT], "extra_info": {"tools_kwargs": [1]}}, "a struct in tools_kwargs"),
@@ -203,7 +203,7 @@ def test_what_is_wrong_with_a_record_is_said(record: Row, says: str) -> None:
 
 def test_columns_of_a_file_are_checked_before_its_rows() -> None:
     check_columns({"messages", "more"}, "FILE", ["more"])
-    with pytest.raises(InputError, match="no such columns.*there are text"):
+    with pytest.raises(InputError, match="no such columns.*columns found: text"):
         check_columns({"text"}, "FILE")
 
 

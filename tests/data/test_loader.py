@@ -56,7 +56,7 @@ def test_a_position_in_other_data_is_refused(changed: tuple[list[int], int, int,
 
 
 def test_no_rows_are_refused() -> None:
-    with pytest.raises(InputError, match="none of source 2 of 3"):
+    with pytest.raises(InputError, match="no rows in source 2 of 3"):
         StatefulLoader([3, 0, 2], 1, 0, "h", [1, 1, 1])
 
 

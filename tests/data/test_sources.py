@@ -179,7 +179,7 @@ def test_a_competition_problem_of_another_form_is_named(tmp_path: Path, bad: dic
 
 @pytest.mark.parametrize("source", [gsm8k, math])
 def test_data_sets_of_a_folder_take_one_folder(source: Any) -> None:
-    with pytest.raises(InputError, match="one folder"):
+    with pytest.raises(InputError, match="a single folder"):
         source.rows(DataConfig(path=("/one", "/two")), seed=0)
 
 
@@ -239,10 +239,10 @@ def test_an_own_row_of_another_form_is_named(tmp_path: Path, changes: dict[str, 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     row = own_row()
-    with pytest.raises(InputError, match="no column levle; there are data_source"):
+    with pytest.raises(InputError, match="no column levle; columns found: data_source"):
         read(files, own_config(tmp_path, [row]).model_copy(update={"columns": ("levle",)}))
     del row["reward_model"]
-    with pytest.raises(InputError, match="prompt and reward_model.*\n.*there are data_source, prompt\n"):
+    with pytest.raises(InputError, match="prompt and reward_model.*\n.*columns found: data_source, prompt\n"):
         read(files, own_config(tmp_path, [row]))
 
 
@@ -268,7 +268,7 @@ def test_missing_empty_and_foreign_files_are_input_errors(tmp_path: Path) -> Non
     with pytest.raises(InputError, match="no such file"):
         files.rows(config, seed=0)
     file.mkdir()
-    with pytest.raises(InputError, match="a folder without any"):
+    with pytest.raises(InputError, match="a folder without such files"):
         files.rows(config, seed=0)
     with pytest.raises(InputError, match="data.val_path"):
         files.rows(DataConfig(source="files", path=str(file)), seed=0)

@@ -22,7 +22,7 @@ from tasks.runs.report_page import described, run_page
 from tasks.runs.run import open_run
 from tasks.session.session import Session, open_session
 
-ROOM = "free space there and give the same command again"
+ROOM = "free space there and run the same command again"
 
 
 def checkpoint(store: Store, step: int, size: int = 1000) -> str:
@@ -91,7 +91,7 @@ def test_a_read_only_disk_is_read_and_not_written(small_disk: Path) -> None:
     folder = checkpoint(store, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for call in (lambda: checkpoint(store, 2), lambda: store.remove(folder), lambda: store.create_bytes("l", b"")):
-        with pytest.raises(InputError, match="give this user the right"):
+        with pytest.raises(InputError, match="give this user read and write access"):
             call()
     found = store.latest_valid_step(run_files.CHECKPOINTS)
     assert found and found[0] == 1 and store.verify(folder) == []
@@ -133,16 +133,15 @@ def test_a_person_sees_the_damage_when_a_run_is_taken_up(session: Session, damag
     DAMAGES[damage][0](folder / "actor/b")
     found = session.store.latest_valid_step(run_files.CHECKPOINTS, session.telemetry.warn)
     assert found and found[0] == 1 and not folder.exists()
-    words = f"{folder} is damaged and is not used: {DAMAGES[damage][1]}"
+    words = f"{folder} is damaged and is skipped: {DAMAGES[damage][1]}"
     assert words in said(session) and f"hurt/{run_files.CHECKPOINTS}" in words
     assert session.store.read_json("notes.json")[0]["text"] == words
 
 
 def test_the_report_says_what_happened(session: Session) -> None:
     session.telemetry.warn("step 2 is damaged <actor/b>")
-    assert "<h2>Warnings</h2>" in run_page(session.store, {}) and "damaged &lt;actor/b&gt;" in run_page(
-        session.store, {}
-    )
+    page = run_page(session.store, {})
+    assert "<h2>Warnings</h2>" in page and "damaged &lt;actor/b&gt;" in page
     assert "step 2 is damaged <actor/b>" in described(session.store, {})
 
 
@@ -171,6 +170,6 @@ def test_a_copy_of_a_remote_folder_is_made_right(session: Session) -> None:
     session.store.write_bytes("warm_start/model", b"other")
     (folder / "model").unlink()
     session.workers.drop()
-    with pytest.raises(TransientError, match="warm_start/model is not as it was committed"):
+    with pytest.raises(TransientError, match="warm_start/model differs from its manifest"):
         session.assets.download("warm_start")
     assert not (folder / "model").exists()

@@ -40,7 +40,7 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
         (["demo", "trainer.steps=many"], "trainer.steps"),
         (["demo", "rollout.n=1"], "rollout.n"),
         (["demo", "model.path=/no/such/model"], "/no/such/model"),
-        (["demo", "registry.model_name=Qwen/Qwen3-rl"], "must be a name without /"),
+        (["demo", "registry.model_name=Qwen/Qwen3-rl"], "must not be blank or contain /"),
         (["demo", "--resume"], "resume"),
         (["demo", "--run", "../x"], "run name"),
     ],

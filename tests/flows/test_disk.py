@@ -55,7 +55,7 @@ def filled(disk: Path, home: Path) -> Result:
 
 def test_a_disk_that_fills_up_ends_the_run_with_a_fix(disk: Path, filled: Result) -> None:
     assert filled.code == 2, filled.output
-    assert "No space left" in filled.output and "free space there and give the same command again" in filled.output
+    assert "No space left" in filled.output and "free space there and run the same command again" in filled.output
     assert str(disk / "small") in filled.output and "Traceback" not in filled.output
     committed = list((disk / "small/checkpoints").glob("*/manifest.json"))
     assert committed, "nothing is left of what was committed"
@@ -77,7 +77,7 @@ def test_it_goes_on_when_there_is_room_and_makes_again_what_is_damaged(
     done = rollforward(home.with_name("disk home"), *RUN, f"storage.root={disk}")
     assert done.code == 0, done.output
     for words in (
-        f"{newest} is damaged and is not used: actor/{shard.name}: wrong checksum",
+        f"{newest} is damaged and is skipped: actor/{shard.name}: wrong checksum",
         f"{run}/data is damaged and is made again: train/part_00000.parquet: wrong size",
         f"{run}/warm_start is damaged and is made again: model.safetensors: missing",
     ):

@@ -120,7 +120,7 @@ def test_two_processes_race_for_it(store: Store) -> None:
         said = sorted((line(process), number) for number, process in enumerate(processes))
         loser, winner = processes[said[0][1]], processes[said[1][1]]
         if said[0][0]:  # it watched the winner, whom it could not know to live
-            assert "worked on by process" in said[0][0]
+            assert "held by process" in said[0][0]
         assert said[1][0] == "taken" and loser.wait(60) == 1
         assert f"process {winner.pid} on" in loser.stderr.read()  # type: ignore[union-attr]
         assert store.listdir("written") == [str(processes.index(winner))] and winner.poll() is None
@@ -152,7 +152,7 @@ def test_one_that_fell_silent_is_followed_after_the_expiry_and_writes_no_more(st
         start = time.monotonic()
         lease = lease_of(store, told=told, expire_s=EXPIRE_S)
         assert EXPIRE_S <= time.monotonic() - start < LONG_S
-        assert f"worked on by process {process.pid} on" in told[0] and "taken over in 1 s" in told[0]
+        assert f"held by process {process.pid} on" in told[0] and "taken over in 1 s" in told[0]
         before = store.read_bytes("written/a")
         process.send_signal(signal.SIGCONT)
         assert process.wait(60) == 1

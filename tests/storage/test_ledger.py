@@ -52,6 +52,6 @@ def test_a_damaged_record_is_named_with_the_way_on(ledger: Ledger, old: bytes, n
     with pytest.raises(InputError, match="step 7") as caught:
         ledger.records(upto=7, after=6)
     assert caught.value.where == f"{ledger.store.url}/{name}"
-    lost = caught.value.fix.partition("write into it: ")[2]
+    lost = caught.value.fix.partition("replace its content by ")[2]
     ledger.store.write_bytes(name, lost.encode())
     assert ledger.read(7) == json.loads(lost)

@@ -157,7 +157,7 @@ def test_damage_is_named_and_an_older_checkpoint_is_used(
     assert store.listdir("checkpoints") == [step_name(4)]
     if had_manifest:
         (words,) = told
-        assert words.startswith(f"{store._path(folder)} is damaged and is not used: ") and problem in words
+        assert words.startswith(f"{store._path(folder)} is damaged and is skipped: ") and problem in words
 
 
 def test_long_reads_are_progress(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_a_folder_under_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_bucket_is_refused(s3: str) -> None:
-    with pytest.raises(InputError, match="make the bucket"):
+    with pytest.raises(InputError, match="create the bucket"):
         Store("s3://no-such-bucket/x").check_writable()
     assert Store("s3://no-such-bucket/x").listdir() == []
 

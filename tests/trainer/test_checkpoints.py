@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(checkpointer: Checkpoi
     after = Checkpointer(store, checkpointer.roles, 2, Noted([], told))
     assert after.recover() == (1, {"step": 1})
     assert store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
-    assert told == [f"{store.url}/{folder(2)} is damaged and is not used: actor/second: wrong checksum"]
+    assert told == [f"{store.url}/{folder(2)} is damaged and is skipped: actor/second: wrong checksum"]
 
 
 def test_without_a_commit_everything_is_removed(checkpointer: Checkpointer, store: Store) -> None:

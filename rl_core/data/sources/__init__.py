@@ -1,4 +1,4 @@
-"""Where rows come from: one module a source, found by name."""
+"""Sources of rows: one module per source, selected by name."""
 
 import difflib
 import importlib
@@ -14,36 +14,36 @@ if TYPE_CHECKING:
 
 
 NO_SOURCE = "files"
-"""The `data_source` of rows of files that name none; no scorer has this name."""
+"""The `data_source` of rows from files that do not set one; no scorer has this name."""
 
 
 class Source(Protocol):
-    """What a module in this package provides."""
+    """Interface of the modules in this package."""
 
     SCORER: str | None
-    """Name in rl_core/rewards/scorers.py; None where each row's `data_source` names its own."""
+    """Name in rl_core/rewards/scorers.py; None if each row's `data_source` selects its scorer."""
 
     def rows(self, config: "SourceConfig", seed: int) -> tuple[Iterable["Found"], Iterable["Found"]]:
-        """Training rows and held-out rows, with an InputError in the place of each that cannot be used.
+        """Training rows and held-out rows, with an InputError in place of each invalid row.
 
-        Those of files are read while they are asked for, once. Raises InputError, at once or then, when rows cannot be
-        had as asked.
+        Rows of files are read lazily and only once. Raises InputError, at once or during iteration, if the requested
+        rows cannot be provided.
         """
 
     def reference_response(self, row: dict[str, Any]) -> str | list[dict[str, str]]:
-        """The text that a perfect model would answer; where it calls tools, its turns and what answers them."""
+        """The response of a perfect model; if it calls tools, the list of its turns and the tool results."""
 
 
 def source_names() -> list[str]:
-    """Names that `load_source` knows."""
+    """Names accepted by `load_source`."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load_source(name: str) -> Source:
-    """The source of that name; raises InputError with the nearest name otherwise."""
+    """The source with this name; otherwise raises InputError with the nearest name."""
     names = source_names()
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        fix = f"did you mean data.source={nearest[0]}?" if nearest else "choose one of them, or files for your own"
-        raise InputError(f"a source among {', '.join(names)}", f"'{name}'", "data.source", fix)
+        fix = f"did you mean data.source={nearest[0]}?" if nearest else "use one of these; `files` reads your own files"
+        raise InputError(f"one of the sources {', '.join(names)}", f"'{name}'", "data.source", fix)
     return cast(Source, importlib.import_module(f"{__name__}.{name}"))

@@ -1,4 +1,4 @@
-"""Made problems: products of two numbers, which a small model can only get right by calling the tool `calculator`."""
+"""Generated problems: products of two numbers, which a small model can only solve with the tool `calculator`."""
 
 import hashlib
 from typing import Any
@@ -12,43 +12,43 @@ from rl_core.errors import InputError
 SCORER = "numeric"
 TRAIN_ROWS, VAL_ROWS = 4096, 256
 HELD_OUT_SHARE = 8
-"""One in this many pairs of numbers is held out, in either order."""
+"""One in this many unordered pairs of numbers is held out."""
 CALLING_SHARE = 3
-"""One reference conversation in this many calls the calculator; that it should always be called is left to learn."""
+"""One in this many reference conversations calls the calculator; calling it always is left to reinforcement."""
 
 
 def rows(config: SourceConfig, seed: int) -> tuple[list[Row], list[Row]]:
     """Training rows (with repeats) and held-out rows (unique) with factors of `difficulty` digits.
 
-    Raises InputError when more held-out rows are asked for than exist.
+    Raises InputError if more held-out rows are requested than exist.
     """
-    wanted, low, high = config.val_rows or VAL_ROWS, 10 ** (config.difficulty - 1), 10**config.difficulty
-    if wanted > (high - low) ** 2 // (2 * HELD_OUT_SHARE):
+    val_rows, low, high = config.val_rows or VAL_ROWS, 10 ** (config.difficulty - 1), 10**config.difficulty
+    if val_rows > (high - low) ** 2 // (2 * HELD_OUT_SHARE):
         raise InputError(
             f"at most {(high - low) ** 2 // (2 * HELD_OUT_SHARE)} held-out products of {config.difficulty} digits",
-            f"{wanted}",
+            f"{val_rows}",
             "data.val_rows",
             "raise data.difficulty or lower data.val_rows",
         )
 
     def split(name: str, count: int) -> list[Row]:
         generator = np.random.default_rng([seed, name == "val"])
-        made: dict[Any, Row] = {}
-        while len(made) < count:
+        rows: dict[Any, Row] = {}
+        while len(rows) < count:
             a, b = generator.integers(low, high, size=2).tolist()
-            key = (a, b) if name == "val" else len(made)
-            if _is_held_out(a, b, seed) == (name == "val") and key not in made:
+            key = (a, b) if name == "val" else len(rows)
+            if _is_held_out(a, b, seed) == (name == "val") and key not in rows:
                 truth = str(a * b)
-                made[key] = make_row("arithmetic", f"{a} * {b}", "arithmetic", truth, truth, name, len(made))
-        return list(made.values())
+                rows[key] = make_row("arithmetic", f"{a} * {b}", "arithmetic", truth, truth, name, len(rows))
+        return list(rows.values())
 
-    return split("train", config.train_rows or TRAIN_ROWS), split("val", wanted)
+    return split("train", config.train_rows or TRAIN_ROWS), split("val", val_rows)
 
 
 def reference_response(row: Row) -> str | list[dict[str, str]]:
-    """`=` and the product, at once or after a call of the calculator and what it says."""
+    """`=` and the product, either directly or after a call of the calculator and its result."""
     expression, result = row["prompt"][0]["content"].replace(" ", ""), row["reward_model"]["ground_truth"]
-    # One token decides about the way, so the greedy answer of a model that follows these takes the commoner one.
+    # The first token decides whether to call, so the greedy answer after the warm start is the more frequent one.
     answer = f"={result}"
     if row["extra_info"]["index"] % CALLING_SHARE:
         return answer

@@ -1,4 +1,4 @@
-"""Made problems: repeat the digits of a line."""
+"""Generated problems: copy the digits of a line."""
 
 from rl_core.config.data import SourceConfig
 from rl_core.data.digits import digit_rows
@@ -8,7 +8,7 @@ SCORER = "positions"
 
 
 def rows(config: SourceConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows of `difficulty` digits; no multiset of digits is in both."""
+    """Training and held-out rows of `difficulty` digits; the splits share no multiset of digits."""
     return digit_rows(config, seed, "copy_digits", "copying", lambda line: line)
 
 

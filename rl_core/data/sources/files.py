@@ -13,16 +13,17 @@ SCORER = None
 
 
 def rows(config: SourceConfig, seed: int) -> tuple[Iterator[Found], Iterator[Found]]:
-    """The first rows of the files of both splits; the order is the files', so the seed changes nothing.
+    """The first rows of both splits' files, in file order; the seed is not used.
 
-    A record of no layout gives an InputError; one is raised when a file is missing, empty, damaged or lacks columns.
+    A record of no layout gives an InputError in its place. Raises InputError if a file is missing, empty or damaged,
+    or lacks columns.
     """
     if not config.path or not config.val_path:
         raise InputError(
             "data.path and data.val_path",
             f"data.path={config.path}, data.val_path={config.val_path}",
             "data.source=files",
-            "give files of training rows and of held-out rows",
+            "set data.path to the files of training rows and data.val_path to those of held-out rows",
         )
     return _split(config, config.path, "train", config.train_rows), _split(
         config, config.val_path, "val", config.val_rows
@@ -30,7 +31,7 @@ def rows(config: SourceConfig, seed: int) -> tuple[Iterator[Found], Iterator[Fou
 
 
 def reference_response(row: Row) -> str:
-    """`extra_info.answer` where there is one, otherwise the ground truth."""
+    """`extra_info.answer` if present, otherwise the ground truth."""
     answer = row["extra_info"].get("answer")
     return row["reward_model"]["ground_truth"] if answer is None else str(answer)
 

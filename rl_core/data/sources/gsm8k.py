@@ -13,9 +13,9 @@ INSTRUCTION = "Reason step by step and end with a line of `#### ` and the number
 
 
 def rows(config: SourceConfig, seed: int) -> tuple[Iterator[Found], Iterator[Found]]:
-    """The first rows of the data set's two splits; the order is the files', so the seed changes nothing.
+    """The first rows of the data set's two splits, in file order; the seed is not used.
 
-    A record of another form gives an InputError; one is raised when the files are missing.
+    An invalid record gives an InputError in its place. Raises InputError if the files are missing.
     """
     path = one_folder(config) or DEFAULT_PATH
     return _split(path, "train", "train", config.train_rows), _split(path, "test", "val", config.val_rows)
@@ -33,13 +33,13 @@ def _split(path: str, name: str, split: str, count: int | None) -> Iterator[Foun
     except Exception as error:
         if path != DEFAULT_PATH:
             raise
-        # Offline, a package missing, no such address: with the default path all of them have the same way out.
+        # Offline, a missing package, an unknown address: with the default path, all have the same fix.
         raise InputError(
-            f"{path} within reach, as data.path is unset",
-            f"{type(error).__name__}: {error}",
-            "data.source=gsm8k",
-            f"give a local folder that holds {name}.jsonl or {name}.parquet: data.path=FOLDER; or have it "
-            "downloaded, with HF_HUB_OFFLINE=0 in the environment",
+            expected=f"access to {path}, because data.path is unset",
+            seen=f"{type(error).__name__}: {error}",
+            where="data.source=gsm8k",
+            fix=f"set data.path=FOLDER to a local folder with {name}.jsonl or {name}.parquet; or allow the download "
+            "with HF_HUB_OFFLINE=0 in the environment",
         ) from error
     return rows_of(records, split, count, _to_row)
 
@@ -47,7 +47,7 @@ def _split(path: str, name: str, split: str, count: int | None) -> Iterator[Foun
 def _to_row(record: Row, split: str, index: int, where: str) -> Row:
     question, answer = record.get("question"), record.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
-        raise InputError("texts `question` and `answer`", f"columns {sorted(record)}", where, "correct the row")
+        raise InputError("strings `question` and `answer`", f"columns {sorted(record)}", where, "correct the row")
     number = answer.rpartition("####")[2].strip().replace(",", "")
     if "####" not in answer or not number:
         raise InputError("an `answer` that ends in `#### number`", answer[-80:], where, "correct the row")

@@ -1,4 +1,4 @@
-"""Made problems: name the last digit of a line."""
+"""Generated problems: return the last digit of a line."""
 
 from rl_core.config.data import SourceConfig
 from rl_core.data.digits import digit_rows
@@ -8,7 +8,7 @@ SCORER = "exact"
 
 
 def rows(config: SourceConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows of `difficulty` digits; no multiset of digits is in both."""
+    """Training and held-out rows of `difficulty` digits; the splits share no multiset of digits."""
     return digit_rows(config, seed, "last_digit", "recall", lambda line: line[-1])
 
 

@@ -13,20 +13,20 @@ INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
 
 
 def rows(config: SourceConfig, seed: int) -> tuple[Iterator[Found], Iterator[Found]]:
-    """The first rows of the folder's two splits; the order is the files', so the seed changes nothing.
+    """The first rows of the folder's two splits, in file order; the seed is not used.
 
-    A record of another form gives an InputError; one is raised when the files are missing.
+    An invalid record gives an InputError in its place. Raises InputError if the files are missing.
     """
     path = one_folder(config)
     if not path:
-        fix = "give the folder that holds train.jsonl and test.jsonl: data.path=FOLDER"
+        fix = "set data.path=FOLDER to the folder with train.jsonl and test.jsonl"
         raise InputError("data.path", "none", "data.source=math", fix)
     train, test = (read_split(path, name) for name in ("train", "test"))
     return rows_of(train, "train", config.train_rows, _to_row), rows_of(test, "val", config.val_rows, _to_row)
 
 
 def reference_response(row: Row) -> str:
-    """The data set's solution, or where it has none the answer in a box."""
+    """The data set's solution, or the boxed answer if there is none."""
     answer: str = row["extra_info"]["answer"]
     return answer
 
@@ -34,7 +34,7 @@ def reference_response(row: Row) -> str:
 def _to_row(record: Row, split: str, index: int, where: str) -> Row:
     problem, solution, answer = record.get("problem"), record.get("solution"), record.get("answer")
     if not isinstance(problem, str) or not problem.strip():
-        raise InputError("a text `problem`", f"columns {sorted(record)}", where, "correct the row")
+        raise InputError("a string `problem`", f"columns {sorted(record)}", where, "correct the row")
     box = last_box(solution) if isinstance(solution, str) else None
     truth = box if answer is None else str(answer)
     if not truth or not truth.strip():

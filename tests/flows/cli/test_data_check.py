@@ -52,13 +52,13 @@ def test_ten_kinds_of_broken_rows_are_all_named_at_once(capsys: pytest.CaptureFi
         ("one JSON object per line", "{broken"),
         ("list of messages in prompt", row("1", prompt=[])),
         ("messages of {role, content}", row("1", prompt=[{"role": "user"}])),
-        ("ground_truth, a text or number", row("1", reward_model={"style": "rule"})),
+        ("ground_truth, a string or number", row("1", reward_model={"style": "rule"})),
         ("extra_info", row("1", extra_info=7)),
-        ("a prompt that says something", row("  ")),
+        ("a non-blank prompt", row("  ")),
         ("at most data.max_prompt_length=20 tokens", row("x" * 30)),
-        ("held-out prompts that are not trained on", row("99")),
+        ("training prompts that are not held out", row("99")),
         ("names among calculator", row("2", extra_info={"tools_kwargs": {"calculater": {}}})),
-        ("as it is configured", row("3", extra_info={"tools_kwargs": {"calculator": {}}, "tools": [other]})),
+        ("as configured", row("3", extra_info={"tools_kwargs": {"calculator": {}}, "tools": [other]})),
     ]
     train, val = write("train.jsonl", [each for _, each in broken]), write("val.jsonl", [row("99")])
     settings = ("agent.tools=[calculator]", "data.max_prompt_length=20")
