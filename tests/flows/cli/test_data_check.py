@@ -57,7 +57,7 @@ def test_ten_kinds_of_broken_rows_are_all_named_at_once(capsys: pytest.CaptureFi
         ("a prompt that says something", row("  ")),
         ("at most data.max_prompt_length=20 tokens", row("x" * 30)),
         ("held-out prompts that are not trained on", row("99")),
-        ("names among calculator", row("2", extra_info={"tools_kwargs": {"calculater": {}}})),
+        ("one of calculator", row("2", extra_info={"tools_kwargs": {"calculater": {}}})),
         ("as it is configured", row("3", extra_info={"tools_kwargs": {"calculator": {}}, "tools": [other]})),
     ]
     train, val = write("train.jsonl", [each for _, each in broken]), write("val.jsonl", [row("99")])
