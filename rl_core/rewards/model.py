@@ -18,7 +18,7 @@ def check_reward_model(path: str) -> None:
         folder = check_model_folder(path)
         load_tokenizer(folder)
     except InputError as error:
-        fix = f"set {SETTING} to a folder with config.json, *.safetensors and the tokenizer's files"
+        fix = f"set {SETTING}=FOLDER with config.json, *.safetensors and the tokenizer's files"
         raise InputError(error.expected, error.seen, where, fix) from error
     fix = "use a checkpoint trained as a reward model, such as Qwen3ForSequenceClassification"
     try:
