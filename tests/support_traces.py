@@ -43,13 +43,13 @@ def made() -> list[Trajectory]:
     asked.append(ids(ANSWER))
     asked.calls = [
         call(1, "calculator", arguments=ARGUMENTS),
-        call(1, "search", "timeout", seconds=2.0, detail="no end within 2 s"),
+        call(1, "search", "timeout", seconds=2.0, detail="no answer within 2 s"),
     ]
     sample(asked, "42<|end|>", -0.25, 4)
     asked.reward = 0.5
     sample(late, "{?}<|end|>", -2.0, 3)
     late.append(ids(ANSWER))
-    late.fail("timeout", "no end within agent.timeout_s=1 s")
+    late.fail("timeout", "the conversation exceeded agent.timeout_s=1 s")
     refused.fail("prompt_length", "too long")
     return [single, asked, late, refused]
 

@@ -1,7 +1,7 @@
 """Correction of the mismatch between rollout engine and trainer: importance weights and rejection masks.
 
-The ratio is π_old / π_rollout of the sampled tokens, detached; its logarithm is held within ±20. Bounds are on the
-ratio itself. Rejected tokens leave the loss and its denominator. An empty mask gives weights and masks of 0.
+The ratio is π_old / π_rollout of the sampled tokens, detached; its logarithm is clamped to ±20. Bounds apply to the
+ratio itself. Rejected tokens are removed from the loss and its denominator. An empty mask gives weights and masks of 0.
 """
 
 import torch
@@ -13,20 +13,20 @@ Bounds = tuple[float, float]
 
 
 def log_ratio(old_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """log π_old − log π_rollout within ±20, 0 where the mask is 0."""
+    """log π_old − log π_rollout clamped to ±20; 0 where the mask is 0."""
     return (old_BR - rollout_BR).clamp(-20, 20).detach() * mask_BR
 
 
 def importance_weights(
     old_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor, level: str, bounds: Bounds, normalise: bool = False
 ) -> Tensor:
-    """Weights [B, R] on the mask: the ratio of each token, or of its whole sequence.
+    """Importance weights [B, R] on the mask: the ratio of each token, or of its whole sequence.
 
     Args:
-        level: `token`, or `sequence` for the product over the sequence (its logarithm held within ±20).
+        level: `token`, or `sequence` for the product over the sequence (its logarithm clamped to ±20).
         bounds: (0, C) truncates to at most C (arXiv 2208.05731 uses the same for V-trace); (low, high) with low > 0
-            keeps what lies inside and gives 0 outside (IcePop).
-        normalise: divide by the mean over the mask, so that the weights change no step size.
+            keeps ratios inside the bounds and sets others to 0 (IcePop).
+        normalise: divide by the mean over the mask, so that the weights do not change the effective step size.
     """
     log_BR = log_ratio(old_BR, rollout_BR, mask_BR)
     if level == "sequence":
@@ -42,11 +42,11 @@ def importance_weights(
 
 
 def rejection_mask(old_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor, level: str, bounds: Bounds) -> Tensor:
-    """The mask without what mismatches: 1 where low ≤ ratio ≤ high.
+    """The mask restricted to low ≤ ratio ≤ high.
 
     Args:
-        level: `token`; or a statistic of the sequence's log-ratios that rejects it whole: `sequence_mean` (geometric
-            mean of the ratios), `sequence_sum` (their product), `sequence_max` (the one furthest from 1).
+        level: `token`; or a statistic that keeps or rejects the whole sequence: `sequence_mean` (geometric mean of the
+            ratios), `sequence_sum` (their product), `sequence_max` (the ratio furthest from 1).
     """
     log_BR = log_ratio(old_BR, rollout_BR, mask_BR)
     if level == "token":
@@ -65,7 +65,7 @@ def rejection_mask(old_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor, level: s
 
 
 def mismatch_metrics(old_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> dict[str, float]:
-    """KL k1 and k3 between rollout and trainer, largest difference, perplexity gap and effective sample size.
+    """KL k1 and k3 between rollout and trainer, maximum log-prob difference, perplexity gap, effective sample size.
 
     The effective sample size is (Σw)² / (N·Σw²) of the token ratios: 1 when they are all equal.
     """

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy ‖ reference) from log-probs of the sampled tokens, and the controllers of its weight."""
+"""Estimators of KL(policy ‖ reference) from log-probs of the sampled tokens, and the controller of the KL weight."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def kl_estimate(log_prob_BR: Tensor, ref_log_prob_BR: Tensor, kind: str) -> Tensor:
-    """k1, abs, k2 or k3 of the note "Approximating KL divergence" (J. Schulman, 2020), per token [B, R].
+    """KL estimate per token [B, R]: k1, abs, k2 or k3 of "Approximating KL divergence" (J. Schulman, 2020).
 
-    With x = log_prob − ref_log_prob: k1 = x; abs = |x|; k2 = x²/2; k3 = e^(−x) − 1 + x, its exponent held within ±20
-    and its value within ±10, so that one token cannot dominate a batch.
-    A `+` behind the name keeps the value and takes the gradient of k2, which is that of the KL itself.
+    With x = log_prob − ref_log_prob: k1 = x; abs = |x|; k2 = x²/2; k3 = e^(−x) − 1 + x, its exponent clamped to ±20 and
+    its value to ±10, so that no single token dominates a batch. The suffix `+` keeps the value but uses the gradient of
+    k2, which is the gradient of the KL itself.
     """
     if kind.endswith("+"):
         value_BR = kl_estimate(log_prob_BR, ref_log_prob_BR, kind[:-1])
@@ -32,10 +32,10 @@ def kl_estimate(log_prob_BR: Tensor, ref_log_prob_BR: Tensor, kind: str) -> Tens
 
 @dataclass
 class KLController:
-    """The weight β of the KL in the reward; part of a checkpoint.
+    """The weight β of the KL in the reward; stored in checkpoints.
 
-    `fixed` keeps it. `adaptive` moves it after each step towards the target (arXiv 1909.08593, section 2.2):
-    β ← β·(1 + clip(KL/target − 1, ±0.2)·rows/horizon).
+    `fixed` keeps it constant. `adaptive` adjusts it after each step to bring the KL towards the target (arXiv
+    1909.08593, section 2.2): β ← β·(1 + clip(KL/target − 1, ±0.2)·rows/horizon).
     """
 
     kind: Literal["fixed", "adaptive"]
@@ -44,7 +44,7 @@ class KLController:
     horizon: float
 
     def update(self, kl: float, rows: int) -> None:
-        """Takes the mean KL of a step and its number of responses into account."""
+        """Updates β from the mean KL of a step and its number of responses."""
         if self.kind == "adaptive":
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * rows / self.horizon

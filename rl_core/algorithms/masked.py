@@ -1,4 +1,4 @@
-"""Sums and means over masked tokens, and the aggregation of per-token losses into one number."""
+"""Means over masked tokens, whitening, and aggregation of per-token losses into a scalar."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ def masked_mean(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 
 def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Subtracts the masked mean and divides by sqrt(masked unbiased variance + 1e-8), over the whole batch."""
+    """(values − masked mean) / sqrt(masked unbiased variance + 1e-8), over the whole batch."""
     mean = masked_mean(values_BR, mask_BR)
     count = mask_BR.sum()
     variance = (((values_BR - mean) ** 2) * mask_BR).sum() / (count - 1).clamp(min=1)
@@ -20,13 +20,14 @@ def whiten(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 def aggregate_loss(
     loss_BR: Tensor, mask_BR: Tensor, mode: str, tokens: float, sequences: float, scale: float = 1.0
 ) -> Tensor:
-    """Share of a mini-batch's loss that these rows [B, R] contribute.
+    """Contribution of these rows [B, R] to the mini-batch's loss.
 
     Args:
-        mode: `token-mean` sum / tokens; `token-sum` sum; `seq-mean-token-sum` sum / sequences;
-            `seq-mean-token-sum-norm` that / scale; `seq-mean-token-mean` mean of the rows' token means.
-        tokens, sequences: counts of the whole mini-batch over all micro-batches and ranks, so that the shares of any
-            split add up to the same loss. scale: a constant, such as the response budget (Dr. GRPO).
+        mode: `token-mean`: sum / tokens; `token-sum`: sum; `seq-mean-token-sum`: sum / sequences;
+            `seq-mean-token-sum-norm`: sum / sequences / scale; `seq-mean-token-mean`: mean of the rows' token means.
+        tokens, sequences: counts of the whole mini-batch over all micro-batches and ranks, so that the contributions
+            add up to the same loss for every split.
+        scale: a constant, such as the response budget (Dr. GRPO).
     """
     summed_B = (loss_BR * mask_BR).sum(-1)
     if mode == "token-mean":

@@ -1,7 +1,7 @@
-"""Estimators and policy losses by name, and by import path for those that are not part of the library.
+"""Registry of estimators and policy losses by name, or by import path for user-defined functions.
 
-A function of one's own is one function in one file: give it the same parameters, and its name as
-`package.module:function` in the recipe; the decorators only add a short name.
+A user-defined function takes the same parameters and is set in the recipe as `package.module:function`; the decorator
+`register` is only needed for extra inputs (`needs`), a fixed `agg_mode` or a short name.
 """
 
 import difflib
@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Entry(Generic[Function]):
-    """A registered function and what the trainer has to fetch for it."""
+    """A registered function and the extra inputs that the trainer provides for it."""
 
     function: Function
     needs: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Entry(Generic[Function]):
 
 @dataclass
 class Registry(Generic[Function]):
-    """Functions of one kind by name."""
+    """Functions of one kind, by name."""
 
     kind: str
     setting: str
@@ -35,23 +35,23 @@ class Registry(Generic[Function]):
     def register(
         self, name: str, needs: tuple[str, ...] = (), agg_mode: str | None = None
     ) -> Callable[[Function], Function]:
-        """Decorator that gives a function a name.
+        """Decorator that registers a function under a name.
 
         Args:
-            needs: names of further tensors or settings that the function takes by keyword.
-            agg_mode: the only aggregation that the loss is defined for; unset follows the config.
+            needs: names of extra tensors or settings that the function takes as keyword arguments.
+            agg_mode: the only aggregation that the loss is defined for; None follows the config.
         """
 
-        def keep(function: Function) -> Function:
+        def decorate(function: Function) -> Function:
             self.entries[name] = Entry(function, needs, agg_mode)
-            # Found again by import path, whatever the file is called.
+            # Lets `resolve` find the entry when the function is given by import path.
             function.registry_entry = self.entries[name]  # type: ignore[attr-defined]
             return function
 
-        return keep
+        return decorate
 
     def resolve(self, name: str) -> Entry[Function]:
-        """The entry of a name or of `package.module:function`; InputError with the nearest names."""
+        """Entry for a name or `package.module:function`; raises InputError with the most similar names."""
         if name in self.entries:
             return self.entries[name]
         module, _, function_name = name.partition(":")
@@ -60,17 +60,17 @@ class Registry(Generic[Function]):
                 function = getattr(importlib.import_module(module), function_name)
             except (ImportError, AttributeError) as error:
                 raise InputError(
-                    f"a function that can be imported as the {self.kind}",
+                    f"an importable function for the {self.kind}",
                     f"{type(error).__name__}: {error}",
                     f"{self.setting}={name}",
-                    "put the file into the working directory or on PYTHONPATH",
+                    "check the spelling, and put the file into the working directory or on PYTHONPATH",
                 ) from error
             entry: Entry[Function] = getattr(function, "registry_entry", Entry(function))
             return entry
-        near = difflib.get_close_matches(name, self.entries, n=3) or sorted(self.entries)
+        nearest = difflib.get_close_matches(name, self.entries, n=3) or sorted(self.entries)
         raise InputError(
             f"the name of a {self.kind} ({', '.join(sorted(self.entries))}) or package.module:function",
             repr(name),
             self.setting,
-            f"did you mean {' or '.join(near)}?",
+            f"did you mean {' or '.join(nearest)}?",
         )

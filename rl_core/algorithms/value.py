@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""Value loss of the critic."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from torch import Tensor
 def clipped_value_loss(
     values_BR: Tensor, old_values_BR: Tensor, returns_BR: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    """½·max((v − return)², (v clipped around the old value − return)²) per token [B, R], and where the clip decides.
+    """½·max((v − return)², (v_clipped − return)²) per token [B, R], and 1.0 where the clipped term is larger.
 
-    Source: the reference implementation of arXiv 1707.06347; a value moves at most `cliprange` per update.
+    v_clipped is v limited to the old value ± `cliprange`. Source: the reference implementation of arXiv 1707.06347.
     """
-    clipped_BR = old_values_BR + (values_BR - old_values_BR).clamp(-cliprange, cliprange)
-    plain_BR, held_BR = (values_BR - returns_BR).square(), (clipped_BR - returns_BR).square()
-    return 0.5 * torch.maximum(plain_BR, held_BR), (held_BR > plain_BR).float()
+    limited_BR = old_values_BR + (values_BR - old_values_BR).clamp(-cliprange, cliprange)
+    unclipped_BR, clipped_BR = (values_BR - returns_BR).square(), (limited_BR - returns_BR).square()
+    return 0.5 * torch.maximum(unclipped_BR, clipped_BR), (clipped_BR > unclipped_BR).float()

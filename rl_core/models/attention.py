@@ -1,9 +1,9 @@
 """Causal attention over packed sequences, registered in transformers under the name `ATTENTION`.
 
-Several sequences lie one behind the other in one row of T tokens; none sees its neighbour. CUDA uses torch's
-varlen kernel. Elsewhere the tokens are laid out as [sequences, longest] for the fused causal kernel and laid back:
-with right padding under a causal mask no real token ever attends to a padded one, so no mask of size T² exists.
-With sequence parallelism each rank brings part of the tokens and computes part of the heads.
+Several sequences are concatenated into one row of T tokens and do not attend to each other. CUDA uses torch's varlen
+kernel. Other devices scatter the tokens to [sequences, longest] for the fused causal kernel and gather them back: with
+right padding and a causal mask no real token attends to padding, so no T × T mask is needed. With sequence parallelism,
+each rank holds part of the tokens and computes part of the heads.
 """
 
 from functools import cached_property
@@ -20,27 +20,27 @@ ATTENTION = "rollforward_packed"
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; a GPU's copy goes on beside its other work."""
+    """The tensor on the device; copies to a GPU are asynchronous."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Layout:
-    """Where B packed sequences lie: `cu_seqlens` [B + 1] int32 on the device, the longest one's tokens, and the group
-    of ranks that share the row, if there is one."""
+    """Layout of B packed sequences: `cu_seqlens` [B + 1] int32 on the device, length of the longest sequence in tokens,
+    and the group of ranks that share the row, if any."""
 
     def __init__(self, lengths: list[int], device: torch.device, parallel: SequenceParallel | None = None) -> None:
-        """Takes the sequences' lengths (tokens, all positive)."""
+        """`lengths` are the sequence lengths in tokens, all positive."""
         cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
         self.cu_seqlens, self.longest, self.parallel = to_device(cu_seqlens, device), max(lengths), parallel
 
     @cached_property
     def padded(self) -> tuple[Tensor, Tensor]:
-        """Index of each place of the padded view into the packed row [B, longest] (0 on padding), and of each packed
-        token into the flattened padded view [T]."""
+        """Indices [B, longest] of the padded view's positions in the packed row (0 on padding), and indices [T] of the
+        packed tokens in the flattened padded view."""
         starts_B, length_B = self.cu_seqlens[:-1].long(), self.cu_seqlens.diff()
-        place_L = torch.arange(self.longest, device=starts_B.device)
-        real_BL = place_L < length_B[:, None]
-        return torch.where(real_BL, starts_B[:, None] + place_L, 0), real_BL.flatten().nonzero().squeeze(1)
+        position_L = torch.arange(self.longest, device=starts_B.device)
+        real_BL = position_L < length_B[:, None]
+        return torch.where(real_BL, starts_B[:, None] + position_L, 0), real_BL.flatten().nonzero().squeeze(1)
 
 
 def packed_attention(
@@ -54,12 +54,14 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed row: query [1, heads, T, D], key and value [1, kv heads, T, D] → [1, T, heads, D].
+    """Attention over one packed row: query [1, heads, T, D], key and value [1, kv heads, T, D] → [1, T, heads, D].
 
-    Raises ValueError for a sliding window shorter than the longest sequence, which is not computed here.
+    Raises ValueError for a sliding window shorter than the longest sequence, which is not supported.
     """
     if sliding_window is not None and sliding_window < layout.longest:
-        raise ValueError(f"sliding-window attention ({sliding_window}) is shorter than a sequence ({layout.longest})")
+        raise ValueError(
+            f"sliding-window attention ({sliding_window}) shorter than a sequence ({layout.longest}) is not supported"
+        )
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.parallel is not None:
         query_THD, key_THD, value_THD = _exchanged(layout.parallel, query_THD, key_THD, value_THD)
@@ -77,7 +79,7 @@ def _exchanged(parallel: SequenceParallel, query_THD: Tensor, key_THD: Tensor, v
     if heads % parallel.size:
         raise ValueError(f"fsdp.sequence_parallel_size={parallel.size} must divide the model's {heads} heads")
     if kv_heads % parallel.size:
-        # Fewer key/value heads than ranks: each query head gets a copy of its own.
+        # Key/value heads do not divide by the ranks: give each query head its own copy.
         key_THD, value_THD = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key_THD, value_THD))
     return [parallel.to_heads(x) for x in (query_THD, key_THD, value_THD)]
 

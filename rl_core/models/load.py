@@ -1,4 +1,4 @@
-"""Checking and loading Hugging Face checkpoints, and the two modules that are trained: policy and value model."""
+"""Validates and loads Hugging Face checkpoints; defines the trained modules, policy and value model."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ from rl_core.models.log_probs import ChunkedLogProbs
 from rl_core.models.sequence_parallel import SequenceParallel
 
 _NO_SHAPE = {"_name_or_path", "architectures", "dtype", "transformers_version"}
-"""Entries of a config that do not change with the architecture."""
+"""Config entries that are independent of the architecture."""
 
 
 def check_model_folder(path: str) -> Path:
-    """The folder of a Hugging Face checkpoint; InputError when it is not one."""
+    """The folder of a Hugging Face checkpoint; raises InputError if it is not one."""
     folder = Path(path).expanduser()
     where = f"model.path={path}"
-    fix = "give model.path=FOLDER with config.json, *.safetensors and the tokenizer's files, or model.path=tiny"
+    fix = "set model.path=FOLDER with config.json, *.safetensors and the tokenizer's files, or model.path=tiny"
     if not folder.is_dir():
         raise InputError("a folder with a Hugging Face checkpoint", "no such folder", where, fix)
     if not (folder / "config.json").is_file():
@@ -39,28 +39,28 @@ def check_model_folder(path: str) -> Path:
     try:
         json.loads((folder / "config.json").read_text())
     except ValueError as error:
-        raise InputError("config.json that is valid JSON", str(error), where, fix) from error
+        raise InputError("a config.json with valid JSON", str(error), where, fix) from error
     return folder
 
 
 def check_shape(path: str | Path, max_length: int, tensor_parallel_size: int) -> None:
-    """InputError when sequences of `max_length` tokens are longer than the model's, or when its attention heads cannot
-    be shared out over the ranks of a rollout engine."""
+    """Raises InputError if `max_length` tokens exceed the model's maximum, or if its attention heads do not divide by
+    the ranks of a rollout engine."""
     config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     where = f"config.json of {path}"
-    stretched = (getattr(config, "rope_scaling", None) or {}).get("factor") or 1.0
+    rope_factor = (getattr(config, "rope_scaling", None) or {}).get("factor") or 1.0
     limit = getattr(config, "max_position_embeddings", None)
-    if limit and max_length > limit * max(stretched, 1.0):
+    if limit and max_length > limit * max(rope_factor, 1.0):
         raise InputError(
             f"a model for the {max_length} tokens of data.max_prompt_length + data.max_response_length",
             f"max_position_embeddings={limit}",
             where,
-            "set shorter lengths or take another model",
+            "set shorter lengths or use another model",
         )
     heads = getattr(config, "num_attention_heads", None)
     if heads and heads % tensor_parallel_size:
         raise InputError(
-            f"attention heads that rollout.tensor_parallel_size={tensor_parallel_size} divides",
+            f"a number of attention heads divisible by rollout.tensor_parallel_size={tensor_parallel_size}",
             f"num_attention_heads={heads}",
             where,
             "set another rollout.tensor_parallel_size",
@@ -68,8 +68,8 @@ def check_shape(path: str | Path, max_length: int, tensor_parallel_size: int) ->
 
 
 def same_shape(a: Path, b: Path) -> bool:
-    """Whether the weights of one checkpoint may take the place of the other's in live workers: the architecture, and
-    what prompts and answers are read with, are the same."""
+    """Whether running workers can replace the weights of one checkpoint with the other's: same architecture, tokenizer
+    and chat template."""
 
     def shape(folder: Path) -> list[object]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
@@ -81,18 +81,18 @@ def same_shape(a: Path, b: Path) -> bool:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer; InputError when it cannot be loaded."""
+    """The checkpoint's tokenizer; raises InputError if it cannot be loaded."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        # Where the files are missing, transformers makes an empty tokenizer for some architectures.
+        # For some architectures, transformers creates an empty tokenizer if the files are missing.
         if not any(Path(path, name).is_file() for name in tokenizer.vocab_files_names.values()):
-            raise OSError(f"none of the files {', '.join(tokenizer.vocab_files_names.values())}")
+            raise OSError(f"none of the files {', '.join(tokenizer.vocab_files_names.values())} exists")
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            "a tokenizer beside the model",
+            "a tokenizer in the model's folder",
             str(error).splitlines()[0],
             f"model.path={path}",
-            "copy the tokenizer's files",
+            "copy the tokenizer's files to the folder",
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -100,17 +100,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def empty_causal_lm(path: str | Path) -> PreTrainedModel:
-    """The checkpoint's model with packed attention and float32 parameters that have shapes but neither memory nor
-    values; `rl_core.models.weights.load_weights` gives it both."""
+    """The checkpoint's model on the meta device, with packed attention and float32 parameters;
+    `rl_core.models.weights.load_weights` allocates and loads the weights."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION
         )
-    # The exported model generates as the given one does.
+    # Keep the generation config for the exported model.
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    # A model without dropout gives the same log-probs in every call, which the ratio at the first update needs.
+    # Disable dropout: the ratio at the first update requires the same log-probs in every call.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -118,7 +118,7 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
 
 
 def stop_tokens(path: str | Path) -> tuple[int, ...]:
-    """Ids that end a response: those of the generation config, or else of the tokenizer and the model's config."""
+    """Token ids that end a response, from the generation config, the model's config and the tokenizer together."""
     folder, found = Path(path), set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
@@ -129,17 +129,17 @@ def stop_tokens(path: str | Path) -> tuple[int, ...]:
 
 
 class Packed:
-    """B sequences in one row: `ids_T` [T], this rank's part of them as `input_ids` and `position_ids` [1, T/S], and the
-    layout that keeps the sequences apart. With sequence parallelism over S ranks a short sequence of padding makes the
-    row divisible."""
+    """B sequences packed into one row: `ids_T` [T], this rank's part as `input_ids` and `position_ids` [1, T/S], and
+    the layout that separates the sequences. With sequence parallelism over S ranks, a short padding sequence makes the
+    row divisible by S."""
 
     def __init__(
         self, ids_T: Tensor, lengths: list[int], device: torch.device, parallel: SequenceParallel | None = None
     ) -> None:
-        """Takes the tokens of all sequences, one behind the other, and each one's number of them."""
-        missing = -len(ids_T) % (parallel.size if parallel else 1)
-        if missing:
-            ids_T, lengths = F.pad(ids_T, (0, missing)), [*lengths, missing]
+        """`ids_T` are the concatenated tokens of all sequences, `lengths` the number of tokens of each."""
+        padding = -len(ids_T) % (parallel.size if parallel else 1)
+        if padding:
+            ids_T, lengths = F.pad(ids_T, (0, padding)), [*lengths, padding]
         length_B = torch.tensor(lengths)
         starts_T = (length_B.cumsum(0) - length_B).repeat_interleave(length_B)
         positions_T = to_device(torch.arange(len(ids_T)) - starts_T, device)
@@ -149,8 +149,8 @@ class Packed:
         self.layout = Layout(lengths, device, parallel)
 
     def hidden_states(self, model: PreTrainedModel, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the target tokens that are this rank's: the last hidden states before them [n, D] and their ids [n]; and
-        which of the target tokens they are [N], unless they are all."""
+        """For this rank's target tokens: last hidden states before them [n, D], their ids [n], and a mask [N] of them
+        among all target tokens (None without sequence parallelism)."""
         output = model(
             input_ids=self.input_ids, position_ids=self.position_ids, layout=self.layout, use_cache=False
         ).last_hidden_state[0]
@@ -161,12 +161,12 @@ class Packed:
         return output[before_N[own_N] - self.own.start], self.ids_T[target_N[own_N]], own_N
 
     def gather(self, values_n: Tensor, own_N: Tensor | None) -> Tensor:
-        """The values of all target tokens [N] from this rank's."""
+        """Values of all target tokens [N] from each rank's own [n]."""
         return values_n if self.parallel is None or own_N is None else self.parallel.gather(values_n, own_N)
 
 
 class PolicyModel(nn.Module):
-    """Log-probs, entropies and Σπ² of chosen tokens; logits exist only a chunk at a time."""
+    """Log-probs, entropies and Σπ² of given tokens; only one chunk of logits is materialised at a time."""
 
     def __init__(self, model: PreTrainedModel, compiled: bool = False) -> None:
         super().__init__()
@@ -174,8 +174,8 @@ class PolicyModel(nn.Module):
         self._log_probs = ChunkedLogProbs(compiled)
 
     def forward(self, packed: Packed, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the packed tokens at indices `target_N` [N], given those before them, each [N] float32: log-prob, entropy
-        and Σ_v π_v² of the distribution."""
+        """Log-prob, entropy and Σ_v π_v², each [N] float32, for the packed tokens at indices `target_N` [N], given the
+        tokens before them."""
         hidden_nD, label_n, own_N = packed.hidden_states(cast(PreTrainedModel, self.hf.base_model), target_N)
         head = cast(nn.Linear, self.hf.get_output_embeddings())
         values = self._log_probs(hidden_nD, head.weight, label_n, temperature)
@@ -184,7 +184,7 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A causal language model whose head gives one value a token; the new head starts at zero."""
+    """A causal language model with a scalar value head, which is initialised to zero."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class ValueModel(nn.Module):
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, device="meta")
 
     def forward(self, packed: Packed, target_N: Tensor) -> Tensor:
-        """Values [N], float32, of the states before the packed tokens at indices `target_N` [N]."""
+        """Values [N] float32 of the states before the packed tokens at indices `target_N` [N]."""
         hidden_nD, _, own_N = packed.hidden_states(self.hf, target_N)
-        # A copy, because FSDP2 warns of outputs that are views.
+        # Copy, because FSDP2 warns about outputs that are views.
         return packed.gather(self.value_head(hidden_nD).float().squeeze(1), own_N).clone()

@@ -1,8 +1,8 @@
-"""Log-probs, entropies and Σπ² of tokens from hidden states, with logits that exist only a chunk at a time.
+"""Log-probs, entropies and Σπ² of tokens from hidden states, with one chunk of logits in memory at a time.
 
 With z = logits / temperature, p = softmax(z) and lse = log Σ exp z: log p(y) = z_y − lse, entropy H = lse − Σ p·z.
-Their gradients are ∂ log p(y) / ∂z = 1[y] − p and ∂H / ∂z = −p · (z − lse + H). The backward pass makes the logits
-again from the hidden states: between the passes there are three numbers a token instead of a row of the vocabulary.
+Their gradients are ∂ log p(y) / ∂z = 1[y] − p and ∂H / ∂z = −p · (z − lse + H). The backward pass recomputes the logits
+from the hidden states, so only three numbers per token are stored between the passes instead of a vocabulary row.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tokens whose logits exist at one time: [2048, vocabulary] instead of [tokens, vocabulary].
 LOGIT_CHUNK = 2048
+"""Tokens per chunk of logits: [2048, vocabulary] instead of [tokens, vocabulary]."""
 
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -20,7 +20,7 @@ Statistics = tuple[Tensor, Tensor, Tensor, Tensor]
 def token_statistics(logits_NV: Tensor, label_N: Tensor, scale: float) -> Statistics:
     """Log-prob of the label, entropy, Σπ² and log Σ exp of softmax(logits · scale), each [N] float32."""
     z_NV = logits_NV.float() * scale
-    # All sums in one pass, which a compiler can see: logsumexp and then probabilities would be two.
+    # Written so that a compiler can fuse all sums into one pass; logsumexp and then probabilities would take two.
     highest_N = z_NV.amax(-1)
     z_NV = z_NV - highest_N[:, None]
     exp_NV = z_NV.exp()
@@ -40,7 +40,7 @@ def logit_gradient(
     of_log_prob: Tensor,
     of_entropy: Tensor,
 ) -> Tensor:
-    """Gradient [N, V] of the logits, in their own type, from those of log-prob and entropy [N]."""
+    """Gradient [N, V] of the logits, in their dtype, from the gradients of log-prob and entropy [N]."""
     z_NV = logits_NV.float() * scale - lse_N[:, None]
     p_NV = z_NV.exp()
     one_NV = torch.arange(z_NV.shape[1], device=z_NV.device) == label_N[:, None]
@@ -75,7 +75,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden_ND, weight_VD, *per_token = ctx.saved_tensors
         label_N, lse_N, entropy_N = per_token
         of_hidden_ND = torch.empty_like(hidden_ND)
-        # Summed over the chunks in float32: in bfloat16 the later chunks would be rounded away.
+        # Accumulate over chunks in float32: in bfloat16, later chunks would be lost to rounding.
         of_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden_ND), LOGIT_CHUNK):
             chunk = slice(start, start + LOGIT_CHUNK)
@@ -98,7 +98,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a · b to a float32 total; on CUDA the product of lower precision is never rounded on the way."""
+    """Adds a · b to a float32 total; on CUDA, products of lower-precision inputs are accumulated without rounding."""
     if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -106,7 +106,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class ChunkedLogProbs:
-    """The function above, with its element-wise parts compiled into one pass over the logits each where asked for."""
+    """Chunked log-probs, optionally with the element-wise parts of each pass compiled into one kernel."""
 
     def __init__(self, compiled: bool) -> None:
         self._statistics: Any = torch.compile(token_statistics) if compiled else token_statistics

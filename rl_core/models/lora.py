@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) inside a model, by PEFT: put in, drawn, switched off, written as PEFT's own files."""
+"""Low-rank adapters (LoRA) with PEFT: injection, initialisation, disabling, and saving in PEFT's format."""
 
 import json
 import math
@@ -22,9 +22,9 @@ _ADAPTER = "default"  # PEFT's name for a model's only adapter
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
-    """The model, whose parameters may have shapes only, with adapters as the only parameters that train.
+    """Adds adapters to the model, which may be on the meta device; only adapters remain trainable.
 
-    Raises InputError when a target is no linear layer of the model, or is its head.
+    Raises InputError if a target is not a linear layer of the model, or is its head.
     """
     targets = ALL_LINEAR if config.target_modules == (ALL_LINEAR,) else list(config.target_modules)
     if targets != ALL_LINEAR:
@@ -47,7 +47,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
             f"names of linear layers of {type(model).__name__} other than its head",
             f"{', '.join(wrong) or 'none'}",
             f"model.lora.target_modules=[{','.join(targets)}]",
-            f"choose from model.lora.target_modules=[{names}] or give [{ALL_LINEAR}]",
+            f"choose from model.lora.target_modules=[{names}] or use [{ALL_LINEAR}]",
         )
 
 
@@ -57,18 +57,17 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter has in the model without adapters."""
+    """Name of the parameter in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def peft_name(name: str) -> str:
-    """The name that an adapter's parameter has in PEFT's files."""
+    """Name of an adapter parameter in PEFT's files."""
     return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
 def first_values(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """The values that an adapter's parameter starts with, whole: the product of A and B is zero, so that training
-    starts at the base model."""
+    """Initial values of a whole adapter parameter: B is zero, so training starts at the base model."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     bound = 1 / math.sqrt(shape[1])
@@ -76,7 +75,7 @@ def first_values(name: str, shape: torch.Size, generator: torch.Generator) -> Te
 
 
 def factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """A [rank, in], B [out, rank] and the scale of each adapter, by the name of the parameter that it adds to."""
+    """A [rank, in], B [out, rank] and scale of each adapter, by the name of the parameter it is added to."""
     found = {}
     for name, part in model.named_modules():
         if isinstance(part, AdapterLinear):
@@ -87,9 +86,9 @@ def factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it would without adapters."""
+    """Context in which the model computes without adapters."""
     layers = [part for part in model.modules() if isinstance(part, AdapterLinear)]
-    # PEFT's own switch also turns requires_grad off, which FSDP2 reads once, whenever it first gathers the weights.
+    # PEFT's own switch also clears requires_grad, which FSDP2 reads only once, when it first gathers the weights.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -100,13 +99,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapters(model: PreTrainedModel, weights: dict[str, Tensor], base: Path, folder: Path) -> None:
-    """Writes whole adapter weights under their PEFT names, and the config that belongs to them, into a new folder.
+    """Writes whole adapter weights under their PEFT names, and their config, to a new folder.
 
-    `base` is the folder of the model that they add to.
+    `base` is the folder of the base model.
     """
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = cast(dict[str, peft.LoraConfig], model.peft_config)[_ADAPTER]
     config = settings.to_dict() | {"inference_mode": True, "base_model_name_or_path": str(base)}
-    text = json.dumps(config, default=sorted, indent=1, sort_keys=True)  # sets come out in any order
+    text = json.dumps(config, default=sorted, indent=1, sort_keys=True)  # sorts sets, whose order is arbitrary
     (folder / "adapter_config.json").write_text(text)

@@ -1,6 +1,6 @@
-"""An offline model: a small Qwen3 with a character tokenizer and a chat template, built in code.
+"""Offline model: a small Qwen3 with a character tokenizer and a chat template, built in code.
 
-It is saved as an ordinary Hugging Face folder, so that everything after it takes the path of a real model.
+It is saved as a standard Hugging Face folder, so that all later code treats it like any other model.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ __all__ = ["build_tokenizer", "save_tiny_model", "tiny_config"]
 
 
 def tiny_config(shape: TinyModelConfig, max_length: int) -> Qwen3Config:
-    """The architecture: heads of 64 channels (vLLM's CPU attention refuses small ones), tied embeddings."""
+    """Architecture: heads of 64 channels (vLLM's CPU attention does not support smaller ones), tied embeddings."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=shape.hidden_size,

@@ -1,5 +1,4 @@
-"""The offline model's tokenizer of characters, with its chat template; a module without torch, so that it is there at
-once."""
+"""Character tokenizer and chat template of the offline model; does not import torch, so it loads fast."""
 
 import string
 
@@ -10,7 +9,7 @@ SPECIAL_TOKENS = ["<pad>", "<unk>", "<|end|>", "<|system|>", "<|user|>", "<|assi
 CHARACTERS = string.digits + string.ascii_lowercase + "+-*/=#.,:?()$%\"'{}[]"
 VOCAB_SIZE = 64
 
-# Every turn is closed by <|end|>, so the text of a conversation only ever grows at its end.
+# Every turn is closed by <|end|>, so the template is append-only.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
@@ -18,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; white space only separates and is not a token."""
+    """Tokenizer with one token per character; white space is removed."""
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     assert len(vocab) <= VOCAB_SIZE
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

@@ -1,4 +1,4 @@
-"""Weights from safetensors files straight into the shards of a model, a slice of a tensor at a time."""
+"""Loads weights from safetensors files directly into the shards of a model, one tensor slice at a time."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from rl_core.models.lora import base_name, first_values, is_adapter
 
 
 class WeightFiles:
-    """The tensors of a Hugging Face folder by name, whatever number of files they lie in."""
+    """Tensors of a Hugging Face folder by name, from one or several files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,7 +28,7 @@ class WeightFiles:
             self.file_of = {name: file.name for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
 
     def read(self, name: str, rows: slice) -> Tensor:
-        """Some rows of a tensor (dimension 0); a scalar is read whole."""
+        """Reads rows of a tensor (dimension 0); a scalar is read whole."""
         with safe_open(self.folder / self.file_of[name], framework="pt") as file:
             part = file.get_slice(name)
             values: Tensor = part[rows] if part.get_shape() else file.get_tensor(name)
@@ -36,11 +36,10 @@ class WeightFiles:
 
 
 def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device, seed: int = 0) -> None:
-    """Gives a module that has shapes only, sharded or not, memory on the device and its model the folder's weights.
+    """Allocates a meta-device module, sharded or not, on `device`, and loads the folder's weights into its model.
 
-    No rank reads more than its own rows. Adapters are drawn with `seed`, the same for any number of ranks. What the
-    module has beside the model, such as a value head, starts at zero. Raises InputError that names the weights that
-    the folder lacks.
+    Each rank reads only its own rows. Adapters are initialised from `seed`, independent of the number of ranks. Other
+    parameters of the module, such as a value head, start at zero. Raises InputError naming missing weights.
     """
     files = WeightFiles(folder)
     found = {
@@ -52,15 +51,15 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
     if missing:
         raise InputError(
             f"weights of all {len(found)} parameters of {type(model).__name__}",
-            f"none for {len(missing)}, such as {', '.join(missing[:3])}",
+            f"no weights for {len(missing)} of them, such as {', '.join(missing[:3])}",
             str(folder),
-            "give a checkpoint whose tensors have the names of the architecture's parameters",
+            "use a checkpoint whose tensor names match the architecture's parameter names",
         )
     module.to_empty(device=device)
-    model.tie_weights()  # `to_empty` gave the two names of a tied weight a tensor each
+    model.tie_weights()  # `to_empty` allocates a separate tensor for each name of a tied weight
     for part in model.modules():
         if any(True for _ in part.buffers(recurse=False)):
-            model._init_weights(part)  # computed ones such as rotary frequencies are in no file
+            model._init_weights(part)  # computed buffers, such as rotary frequencies, are not in the files
     names = {parameter: found.get(name) for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
@@ -75,7 +74,7 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
 
 @torch.no_grad()
 def _fill(parameter: nn.Parameter, read: Callable[[slice], Tensor]) -> None:
-    """Copies what `read` gives, whole or this rank's rows of it, into the parameter."""
+    """Copies the rows from `read` into the parameter, or into this rank's shard of it."""
     target, start = parameter.data, 0
     if isinstance(target, DTensor):
         _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
@@ -85,7 +84,7 @@ def _fill(parameter: nn.Parameter, read: Callable[[slice], Tensor]) -> None:
 
 
 def _stored_name(name: str, model: PreTrainedModel, files: WeightFiles) -> str | None:
-    """The folder's name for a parameter: a base model's weights lie under its prefix in the whole model's folder."""
+    """Name of a parameter in the folder, with or without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in files.file_of), None)
 

@@ -1,4 +1,4 @@
-"""Programs that a model wrote, scored by the row's tests in a process with as few rights as can be had."""
+"""Scores programs written by the policy with the row's tests, in a process with minimal privileges."""
 
 import functools
 import json
@@ -22,20 +22,20 @@ from rl_core.rewards.scorers import Row, truth_of
 logger = logging.getLogger(__name__)
 
 TIME_S = 4.0
-"""Seconds that all tests of a response may take together, where the ground truth has no `timeout_s`."""
+"""Time limit in seconds for all tests of a response together, if the ground truth has no `timeout_s`."""
 _FENCE = re.compile(r"^```(\w*)[ \t]*$", re.MULTILINE)
 
 
 def code(response: str, row: Row) -> dict[str, float]:
-    """1 when the response's last block ```python passes all tests of the row; `tests_passed` is the share it passes.
+    """1 if the response's last ```python block passes all tests of the row; `tests_passed` is the share passed.
 
-    The ground truth is JSON: {"tests": [statements that raise when they fail]} or {"inputs": [texts on stdin],
-    "outputs": [what is then printed]}, and perhaps `timeout_s`. Raises ValueError when it is not.
+    The ground truth is JSON: {"tests": [statements that raise on failure]} or {"inputs": [stdin texts], "outputs":
+    [expected stdout texts]}, optionally with `timeout_s`. Raises ValueError for anything else.
     """
     truth = json.loads(truth_of(row))
     tests, inputs, outputs = (truth.get(key) or [] for key in ("tests", "inputs", "outputs"))
     if bool(tests) == bool(inputs) or len(inputs) != len(outputs):
-        raise ValueError("a ground truth of code has `tests`, or as many `inputs` as `outputs`")
+        raise ValueError("the ground truth for code needs either `tests`, or `inputs` and `outputs` of equal length")
     program, end = last_block(response), time.monotonic() + truth.get("timeout_s", TIME_S)
     if program is None:
         passed = 0
@@ -48,7 +48,7 @@ def code(response: str, row: Row) -> dict[str, float]:
 
 
 def last_block(response: str) -> str | None:
-    """What stands in the last closed block ```python (or ```py); None where there is none."""
+    """Content of the last closed ```python (or ```py) block; None if there is none."""
     found, start = None, None
     for fence in _FENCE.finditer(response):
         if start is None:
@@ -62,59 +62,58 @@ def last_block(response: str) -> str | None:
 
 @functools.cache
 def warn_without_namespaces() -> None:
-    """Says once where the kernel gives programs no namespaces of their own."""
+    """Warns once if the kernel does not allow programs separate namespaces."""
     if subprocess.run(_command("probe", 0, 1), env=_environment("/"), stdin=subprocess.DEVNULL).returncode:
-        logger.warning(
-            "the kernel refuses user namespaces: programs under test can reach the network (docs/rewards.md)"
-        )
+        logger.warning("the kernel denies user namespaces: programs under test can reach the network (docs/rewards.md)")
 
 
 def _tests_passed(program: str, tests: list[str], end: float) -> int:
-    """Tests that the program passes; they share one process, so one that hangs costs those after it."""
-    word = secrets.token_hex(16)
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as output:
-        asked.write(json.dumps({"word": word, "tests": tests}).encode())
-        asked.seek(0)
+    """Number of tests that the program passes; they share one process, so a hanging test fails all later ones."""
+    secret = secrets.token_hex(16)  # unknown to the program, so it cannot forge verdicts
+    with tempfile.TemporaryFile() as tests_file, tempfile.TemporaryFile() as output:
+        tests_file.write(json.dumps({"secret": secret, "tests": tests}).encode())
+        tests_file.seek(0)
         with tempfile.TemporaryDirectory() as folder:
-            _run(folder, program, "tests", asked, None, output, end)
+            _run(folder, program, "tests", tests_file, None, output, end)
             verdict = Path(folder, sandbox.VERDICT)
             lines = set(verdict.read_text("utf-8", "replace").splitlines()) if verdict.is_file() else set()
-    return sum(f"{word} {number}" in lines for number in range(len(tests)))
+    return sum(f"{secret} {number}" in lines for number in range(len(tests)))
 
 
-def _prints(program: str, given: str, wanted: str, end: float) -> bool:
-    """Whether the program ends well and prints what is wanted, white space at ends of lines aside."""
+def _prints(program: str, text: str, expected: str, end: float) -> bool:
+    """Whether the program exits with 0 and prints the expected output for stdin `text`, ignoring trailing white
+    space."""
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
-        stdin.write(given.encode())
+        stdin.write(text.encode())
         stdin.seek(0)
         with tempfile.TemporaryDirectory() as folder:
-            fine = _run(folder, program, "script", None, stdin, output, end)
+            succeeded = _run(folder, program, "script", None, stdin, output, end)
         output.seek(0)
-        return fine and _lines(output.read().decode("utf-8", "replace")) == _lines(wanted)
+        return succeeded and _lines(output.read().decode("utf-8", "replace")) == _lines(expected)
 
 
 def _run(
     folder: str,
     program: str,
     mode: str,
-    asked: IO[bytes] | None,
+    tests_file: IO[bytes] | None,
     stdin: IO[bytes] | None,
     output: IO[bytes],
     end: float,
 ) -> bool:
-    """Whether the program ended by itself in time, with exit code 0; nothing of it is left."""
+    """Whether the program exited with code 0 in time; its whole process group is killed afterwards."""
     left = end - time.monotonic()
     if left <= 0:
         return False
     Path(folder, sandbox.PROGRAM).write_text(program, "utf-8", "backslashreplace")
     process = subprocess.Popen(
-        _command(mode, asked.fileno() if asked else 0, math.ceil(left)),
+        _command(mode, tests_file.fileno() if tests_file else 0, math.ceil(left)),
         cwd=folder,
         env=_environment(folder),
         stdin=stdin or subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.DEVNULL,
-        pass_fds=(asked.fileno(),) if asked else (),
+        pass_fds=(tests_file.fileno(),) if tests_file else (),
         start_new_session=True,
     )
     try:
@@ -127,12 +126,12 @@ def _run(
         process.wait()
 
 
-def _command(mode: str, tests: int, cpu_s: int) -> list[str]:
-    return [sys.executable, "-I", sandbox.__file__, mode, str(tests), str(cpu_s)]
+def _command(mode: str, tests_fd: int, cpu_s: int) -> list[str]:
+    return [sys.executable, "-I", sandbox.__file__, mode, str(tests_fd), str(cpu_s)]
 
 
 def _environment(folder: str) -> dict[str, str]:
-    # Nothing of this process's environment, which may hold credentials.
+    # Pass on nothing from this process's environment, which may hold credentials.
     return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 

@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible server as the judge of responses."""
+"""Judge: scores responses with a language model behind an OpenAI-compatible server."""
 
 import asyncio
 import json
@@ -22,30 +22,32 @@ from rl_core.rewards.worker import RewardResult, Status, failure
 JUDGE = "judge"
 """Name of the scorer."""
 BUSY = (408, 429, 500, 502, 503, 504)
+"""HTTP status codes that are retried."""
 MAX_WAIT_S = 30.0
-"""Longest pause between two tries, whatever the server asks for."""
+"""Longest pause between two attempts, even if the server requests a longer one."""
 _PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 def check_judge(config: JudgeConfig) -> None:
-    """Raises InputError when the judge has no address, or no key where one is named."""
+    """Raises InputError if the judge's URL is missing or has credentials, or if the named key variable is not set."""
     if not config.url:
         fix = "set reward.judge.url and reward.judge.model"
-        raise InputError("the address of a judge, as a scorer is `judge`", "none", "reward.judge.url", fix)
+        raise InputError("a URL for the scorer `judge`", "none", "reward.judge.url", fix)
     if urllib3.util.parse_url(config.url).auth:
-        fix = "put the key into an environment variable and give its name as reward.judge.key_env"
-        raise InputError("an address without user and password", "one with them", "reward.judge.url", fix)
+        fix = "put the key into an environment variable and set reward.judge.key_env to its name"
+        raise InputError("a URL without credentials", "a URL with credentials", "reward.judge.url", fix)
     if config.key_env and not os.environ.get(config.key_env):
-        # What was given is not shown: it may be the key itself.
+        # The value is not shown: it may be the key itself.
         fix = "export the variable, or unset reward.judge.key_env"
-        raise InputError("the name of an environment variable that is set", "none", "reward.judge.key_env", fix)
+        seen = "a variable that is not set"
+        raise InputError("the name of a set environment variable", seen, "reward.judge.key_env", fix)
 
 
 class Judge:
-    """Asks the judge about responses, `requests` at a time; close it after use."""
+    """Client of the judge with up to `requests` concurrent requests; close it after use."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        """Raises InputError as `check_judge` does."""
+        """Raises the InputErrors of `check_judge`."""
         check_judge(config)
         self.config = config
         self._key = os.environ[config.key_env] if config.key_env else ""
@@ -57,25 +59,25 @@ class Judge:
         self._free = asyncio.Semaphore(config.requests)
 
     def close(self) -> None:
-        """Ask nothing more."""
+        """Cancels queued requests."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def score(self, response: str, row: Row) -> RewardResult:
-        """What the judge says of a response, within a bounded time from when it is asked."""
-        patience = (self.config.retries + 1) * (self.config.timeout_s + MAX_WAIT_S)
+        """The judge's result for a response; the time from sending the request is bounded."""
+        limit_s = (self.config.retries + 1) * (self.config.timeout_s + MAX_WAIT_S)
         async with self._free:
-            begun = time.monotonic()
-            asked = asyncio.get_running_loop().run_in_executor(self._threads, self._judged, response, row)
+            begin = time.monotonic()
+            request = asyncio.get_running_loop().run_in_executor(self._threads, self._judged, response, row)
             try:
-                result = await asyncio.wait_for(asked, patience)
+                result = await asyncio.wait_for(request, limit_s)
             except TimeoutError:
-                result = failure("timeout", f"the judge did not finish within {patience:.0f} s")
-        return replace(result, seconds=time.monotonic() - begun)
+                result = failure("timeout", f"the judge did not finish within {limit_s:.0f} s")
+        return replace(result, seconds=time.monotonic() - begin)
 
     def _judged(self, response: str, row: Row) -> RewardResult:
         try:
             score = self._score(self._answer(self._question(response, row)))
-        except Exception as error:  # a server may answer anything; it concerns this response only
+        except Exception as error:  # a server may reply anything; an error affects this response only
             last = error.reason if isinstance(error, MaxRetryError) else error
             status: Status = "timeout" if isinstance(last, ReadTimeoutError) else "error"
             return failure(status, self._without_key(f"judge: {type(last).__name__}: {last}"))
@@ -88,7 +90,7 @@ class Judge:
         texts = [message["content"] for message in messages]
         prompt = texts[0] if len(texts) == 1 else "\n".join(f"{m['role']}: {m['content']}" for m in messages)
         parts = {"prompt": prompt, "response": response, "ground_truth": truth_of(row)}
-        # All at once: what looks like a place within a response stays as it is.
+        # One substitution pass: text in a response that looks like a placeholder stays as it is.
         return _PLACEHOLDER.sub(lambda match: parts[match[1]], self.config.prompt)
 
     def _answer(self, question: str) -> str:
@@ -112,38 +114,38 @@ class Judge:
                 backoff_max=MAX_WAIT_S,
                 raise_on_status=False,
             ),
-            redirect=False,  # the key is for this address alone
+            redirect=False,  # the key must not be sent to another host
         )
         if reply.status != 200:
             raise ValueError(f"HTTP status {reply.status}: {reply.data[:500].decode('utf-8', 'replace')}")
         text = json.loads(reply.data)["choices"][0]["message"]["content"]
         if not isinstance(text, str):
-            raise ValueError(f"the answer's content is {type(text).__name__}")
+            raise ValueError(f"expected a string as message content, got {type(text).__name__}")
         return text
 
     def _score(self, text: str) -> float:
         if self.config.score_field is None:
             found = list(re.finditer(self.config.score_pattern, text))
             if not found:
-                raise ValueError(f"no score that reward.judge.score_pattern matches in: {text[-500:]}")
+                raise ValueError(f"no match of reward.judge.score_pattern in: {text[-500:]}")
             return float(found[-1][1])
         try:
             value: Any = json.loads(text[text.index("{") : text.rindex("}") + 1])[self.config.score_field]
         except (ValueError, KeyError):
             raise ValueError(f"no JSON object with `{self.config.score_field}` in: {text[-500:]}") from None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"`{self.config.score_field}` is no number in: {text[-500:]}")
+            raise ValueError(f"`{self.config.score_field}` is not a number in: {text[-500:]}")
         return float(value)
 
     def _without_key(self, text: str) -> str:
-        # Servers repeat a key that they refuse.
+        # Servers may echo a rejected key in their error message.
         return text.replace(self._key, "***") if self._key else text
 
 
 class _Retry(Retry):
-    """Waits no longer than MAX_WAIT_S, whatever the server asks for."""
+    """Retry that waits at most MAX_WAIT_S, even if the server requests a longer pause."""
 
     def get_retry_after(self, response: Any) -> float | None:
-        """Seconds that the server asks to wait."""
-        asked = super().get_retry_after(response)
-        return None if asked is None else min(asked, MAX_WAIT_S)
+        """Pause in seconds requested by the server, at most MAX_WAIT_S."""
+        requested = super().get_retry_after(response)
+        return None if requested is None else min(requested, MAX_WAIT_S)

@@ -1,4 +1,4 @@
-"""Answers of mathematics, compared as values by math-verify."""
+"""Scorer for mathematics: compares answers by value, with math-verify."""
 
 import logging
 import re
@@ -9,16 +9,16 @@ from math_verify import parse, verify
 from rl_core.data.boxed import BOX, in_box, last_box
 from rl_core.rewards.scorers import WINDOW, Row, truth_of
 
-# It warns that its timeouts are off. They are alarms within this process; the runner kills the process instead.
+# Silences its warning about disabled timeouts. They would use alarms in this process; the runner kills it instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _POWER = re.compile(r"\d[\d,]*(?:\.\d+)?[eE]([-+]?\d+)")
 
 
 def boxed(response: str, row: Row) -> float:
-    """1 when the answer in the last `\\boxed{…}` has the value of the ground truth.
+    """1 if the answer in the last `\\boxed{…}` equals the ground truth in value.
 
-    A response without a box has the answer that math-verify finds near its end; one whose last box is not closed has
-    none. What the verifier raises is raised, so that the response has a status and no score.
+    Without a box, the answer is the one that math-verify finds near the end of the response; with an unclosed last box
+    there is no answer. Exceptions of the verifier are passed on, so the response gets a status and no score.
     """
     truth = last_box(truth_of(row)) or truth_of(row)
     answer = last_box(response) if BOX in response else _window(response)
@@ -37,9 +37,9 @@ def _values(text: str) -> list[object]:
 
 
 def _window(text: str) -> str:
-    # A formula that is cut by the window's start must not be read as another one.
-    near = text if len(text) <= WINDOW else text[-WINDOW:].partition(" ")[2]
-    return _POWER.sub(_written_out, near)  # else 18e1 is read as 18
+    # Drop a formula cut off by the start of the window: it would be read as a different one.
+    end = text if len(text) <= WINDOW else text[-WINDOW:].partition(" ")[2]
+    return _POWER.sub(_written_out, end)  # math-verify would read 18e1 as 18
 
 
 def _written_out(number: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""A reward model: a sequence-classification checkpoint that scores finished conversations."""
+"""Reward model: a sequence-classification checkpoint that scores finished conversations."""
 
 import torch
 from torch import Tensor
@@ -12,33 +12,33 @@ SETTING = "reward.model.path"
 
 
 def check_reward_model(path: str) -> None:
-    """InputError when the folder does not hold a sequence-classification checkpoint with one label and a tokenizer."""
+    """Raises InputError unless the folder has a sequence-classification checkpoint with one label and a tokenizer."""
     where = f"{SETTING}={path}"
     try:
         folder = check_model_folder(path)
         load_tokenizer(folder)
     except InputError as error:
-        fix = f"give {SETTING}=FOLDER with config.json, *.safetensors and the tokenizer's files"
+        fix = f"set {SETTING}=FOLDER with config.json, *.safetensors and the tokenizer's files"
         raise InputError(error.expected, error.seen, where, fix) from error
-    fix = "give a checkpoint that was trained to score, such as one of Qwen3ForSequenceClassification"
+    fix = "use a checkpoint trained as a reward model, such as Qwen3ForSequenceClassification"
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         seen = str(error).splitlines()[0]
-        raise InputError("an architecture that transformers knows", seen, where, fix) from error
+        raise InputError("an architecture supported by transformers", seen, where, fix) from error
     names = config.architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
-        # transformers would load it, with a head of random weights.
+        # transformers would load it with a randomly initialised head.
         raise InputError("a sequence-classification checkpoint", f"architectures {names}", where, fix)
     if config.num_labels != 1:
         raise InputError("a checkpoint with one label", f"{config.num_labels} labels", where, fix)
 
 
 class RewardModel:
-    """The model, its tokenizer and its way to read a conversation."""
+    """A reward model with its tokenizer and chat template."""
 
     def __init__(self, path: str, dtype: torch.dtype, max_tokens: int) -> None:
-        """Loads the checkpoint to the CPU; a batch has at most `max_tokens` tokens with its padding, or one row."""
+        """Loads the checkpoint to the CPU; a batch has at most `max_tokens` tokens including padding, or one row."""
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
         self.max_tokens = max_tokens
         self.model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -56,24 +56,24 @@ class RewardModel:
         self.pad_token: int | None = self.text_config.pad_token_id
 
     def encode(self, messages: Messages, response: str) -> list[int]:
-        """Token ids of a conversation; InputError when the chat template refuses it."""
+        """Token ids of a conversation; raises InputError if the chat template rejects it."""
         if not self.tokenizer.chat_template:
             ids: list[int] = self.tokenizer("".join(message["content"] for message in messages) + response)["input_ids"]
             return ids
         conversation = [*messages, {"role": "assistant", "content": response}]
         try:
             return list(self.tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
-        except Exception as error:  # templates are programs, and fail in many ways
+        except Exception as error:  # templates are programs and can raise anything
             raise InputError(
-                "messages that the reward model's chat template accepts",
+                "messages accepted by the reward model's chat template",
                 f"{type(error).__name__}: {error}",
                 f"{SETTING}, messages {[message['role'] for message in conversation]}",
-                "change the roles or their order in the rows' prompts, or take the template out of its folder",
+                "change the roles or their order in the rows' prompts, or remove the template from the model's folder",
             ) from error
 
     @torch.no_grad()
     def score(self, conversations: list[list[int]]) -> Tensor:
-        """Scores [B] float32 on the CPU; NaN for a conversation that is longer than the model can read."""
+        """Scores [B] float32 on the CPU; NaN for an empty conversation and one longer than the model's maximum."""
         scores_B = torch.full((len(conversations),), torch.nan)
         limit = getattr(self.text_config, "max_position_embeddings", None) or float("inf")
         rows = [i for i, ids in enumerate(conversations) if 0 < len(ids) <= limit]
@@ -84,7 +84,7 @@ class RewardModel:
 
     def _forward(self, conversations: list[list[int]]) -> Tensor:
         if self.pad_token is None:
-            # The model looks for its last token before padding; any id will do that no conversation here has.
+            # The model locates the last token before the padding, so pad with any id that occurs in no conversation.
             used = {token for ids in conversations for token in ids}
             pad = next(token for token in range(self.text_config.vocab_size) if token not in used)
         else:
@@ -101,11 +101,11 @@ class RewardModel:
 
 
 def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Row indices in batches of at most `max_tokens` tokens with padding, or of one row; like lengths together."""
-    made: list[list[int]] = []
+    """Row indices in batches of at most `max_tokens` tokens including padding, or of one row; sorted by length."""
+    result: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if made and (len(made[-1]) + 1) * lengths[made[-1][0]] <= max_tokens:
-            made[-1].append(index)
+        if result and (len(result[-1]) + 1) * lengths[result[-1][0]] <= max_tokens:
+            result[-1].append(index)
         else:
-            made.append([index])
-    return made
+            result.append([index])
+    return result

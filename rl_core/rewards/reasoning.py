@@ -1,4 +1,4 @@
-"""Answers to the problems of reasoning-gym, scored by the task's own rule."""
+"""Scorer for reasoning-gym problems: applies the scoring rule of each task."""
 
 import json
 
@@ -9,11 +9,11 @@ from rl_core.data.sources.reasoning_gym import evaluates_text
 from rl_core.rewards.scorers import Row
 
 MAX_ANSWER = 10_000
-"""Characters within which an answer has to end."""
+"""Maximum length of an answer in characters, including its tags."""
 
 
 def reasoning_gym(response: str, row: Row) -> float:
-    """What the task gives (0 to 1) for the text between the last <answer> and </answer>, or for no answer.
+    """The task's score (0 to 1) for the text between the last <answer> and </answer>, or for an empty answer.
 
     Raises ValueError for a task that may run the answer as a program.
     """

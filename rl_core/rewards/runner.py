@@ -1,4 +1,4 @@
-"""Scoring of single responses, out of process, with a deadline that kills."""
+"""Scores single responses in separate processes, which are killed at a deadline."""
 
 import asyncio
 import math
@@ -21,17 +21,17 @@ __all__ = ["RewardResult", "RewardRunner", "check_scorers"]
 
 MAX_CHUNK = 64
 CHUNKS_PER_PROCESS = 4
-"""Chunks of what waits for each process, so that an uneven one does not keep the others waiting."""
-UNDER_WAY = 2
-"""Chunks that a process has: one in hand and one that is ready."""
+"""Waiting responses are split into this many chunks per process, so that one slow chunk delays little."""
+CHUNKS_IN_FLIGHT = 2
+"""Chunks submitted per process: one running and one queued."""
 
 
 def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
-    """Raises InputError when the scorer of any row, or a further one, does not exist or lacks a setting.
+    """Raises InputError if the scorer of any row, or an extra scorer, does not exist or lacks a setting.
 
-    `sources` says of each `data_source` of the rows where it is found.
+    `sources` maps each `data_source` to the location of its rows, for error messages.
     """
-    where = {name: f"data_source of {rows}, as reward.function is unset" for name, rows in sources.items()}
+    where = {name: f"data_source of {rows} (reward.function is unset)" for name, rows in sources.items()}
     if config.function:
         where = {config.function: "reward.function"}
     where |= dict.fromkeys(config.extra_weights, "reward.extra_functions")
@@ -44,7 +44,7 @@ def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class _Item:
-    """What one scorer has to say of one response, once `result` is there."""
+    """One response for one scorer, with its result as a future."""
 
     name: str
     response: str
@@ -52,29 +52,29 @@ class _Item:
     trajectory: dict[str, Any] | None
     result: "asyncio.Future[RewardResult]"
     is_retry: bool = False
-    """Whether a process that scored it has died already."""
+    """Whether a process died while scoring this item."""
 
     def settle(self, result: RewardResult) -> None:
-        if not self.result.done():  # whoever asked may have been cancelled
+        if not self.result.done():  # the caller may have been cancelled
             self.result.set_result(result)
 
 
 class RewardRunner:
-    """Scoring processes, from `start` to `close` or as an asynchronous context manager.
+    """Scoring processes, alive from `start` to `close` or inside an asynchronous context manager.
 
-    What waits goes to the processes in chunks: a response alone at once, many together in few messages. A response that
-    its scorer fails on, or does not finish in `timeout_s`, gets a status and no score; the others are not affected.
+    Waiting responses are sent to the processes in chunks: a single one immediately, many in few messages. If a scorer
+    fails or exceeds `timeout_s`, the response gets a status and no score; other responses are not affected.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Raises InputError when there is a judge that cannot be asked."""
+        """Raises InputError for invalid judge settings."""
         self.config, self.extra = config, config.extra_weights
         self._judge = Judge(config.judge) if config.judge.url else None
         names = (*((config.function,) if config.function else ()), *self.extra)
         self._processes = Processes(config.processes, config.timeout_s, start, (names, config.memory_gb), "scorers")
         self._waiting: deque[_Item] = deque()
         self._chunks: deque[list[_Item]] = deque()
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._in_flight: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "RewardRunner":
         await self.start()
@@ -84,31 +84,31 @@ class RewardRunner:
         await self.close()
 
     async def start(self) -> None:
-        """Starts the processes; raises TransientError when they do not."""
+        """Starts the processes; raises TransientError if they do not start."""
         await self._processes.start()
 
     async def close(self) -> None:
-        """Ends the scoring processes, whatever they are doing."""
+        """Kills the scoring processes, including running scorers."""
         await self._processes.close()
         if self._judge:
             self._judge.close()
 
     def reads_trajectory(self, row: Row) -> bool:
-        """Whether any scorer of the row takes a third argument."""
+        """Whether any scorer of the row takes the trajectory as third argument."""
         return any(map(wants_trajectory, self._scorers(row)))
 
     async def score(self, response: str, row: Row, trajectory: dict[str, Any] | None = None) -> RewardResult:
-        """The score by the row's scorer plus the weighted ones of the further scorers; none where one of them has none.
+        """Score of the row's scorer plus weighted scores of the extra scorers; no score if any of them has none.
 
-        `trajectory` goes to the scorers that read it. Raises TransientError when the scoring processes themselves do
-        not work, InputError when the row's scorer is a judge and there is none.
+        `trajectory` is passed to the scorers that take it. Raises TransientError if the scoring processes themselves
+        fail, InputError if the row's scorer is a judge and none is configured.
         """
-        asked = (self._one(name, response, row, trajectory) for name in self._scorers(row))
-        first, *others = await asyncio.gather(*asked)
-        seconds = first.seconds + sum(other.seconds for other in others)
+        scores = (self._one(name, response, row, trajectory) for name in self._scorers(row))
+        total, *others = await asyncio.gather(*scores)
+        seconds = total.seconds + sum(other.seconds for other in others)
         for (name, weight), other in zip(self.extra.items(), others, strict=True):
-            first = _joined(first, other, name, weight)
-        return replace(first, seconds=seconds)
+            total = _joined(total, other, name, weight)
+        return replace(total, seconds=seconds)
 
     def _scorers(self, row: Row) -> list[str]:
         return [self.config.function or row["data_source"], *self.extra]
@@ -119,16 +119,16 @@ class RewardRunner:
                 check_judge(self.config.judge)
             assert self._judge
             return await self._judge.score(response, row)
-        seen = trajectory if wants_trajectory(name) else None
-        item = _Item(name, response, row, seen, asyncio.get_running_loop().create_future())
+        passed = trajectory if wants_trajectory(name) else None
+        item = _Item(name, response, row, passed, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         self._send()
         return await item.result
 
     def _send(self) -> None:
-        while (self._chunks or self._waiting) and len(self._under_way) < UNDER_WAY * self.config.processes:
+        while (self._chunks or self._waiting) and len(self._in_flight) < CHUNKS_IN_FLIGHT * self.config.processes:
             task = asyncio.get_running_loop().create_task(self._work(self._next_chunk()))
-            self._under_way.add(task)
+            self._in_flight.add(task)
             task.add_done_callback(self._ended)
 
     def _next_chunk(self) -> list[_Item]:
@@ -138,25 +138,25 @@ class RewardRunner:
         return [self._waiting.popleft() for _ in range(size)]
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._under_way.discard(task)
+        self._in_flight.discard(task)
         if not task.cancelled():
             self._send()
 
     async def _work(self, chunk: list[_Item]) -> None:
-        """Settles the items of a chunk, or puts into chunks what has to be scored again to be settled."""
-        begun, limit = time.monotonic(), self.config.timeout_s
+        """Settles the items of a chunk, or queues unfinished ones again."""
+        begin, limit = time.monotonic(), self.config.timeout_s
         packed = [(item.name, item.response, item.row, item.trajectory) for item in chunk]
         try:
-            # Half the time to begin responses in leaves each of them about the other half before the chunk is killed.
+            # Responses start within half of the limit, so each has about the other half before the chunk is killed.
             results = await self._processes.run(score_chunk, packed, limit / 2)
         except TimeoutError:
             lost = failure("timeout", f"scorer '{chunk[0].name}' gave no score within reward.timeout_s={limit:g} s")
         except ProcessExpired as error:
-            if not chunk[0].is_retry:  # it may have been killed from outside; a scorer that kills its own does it again
+            if not chunk[0].is_retry:  # retry once: the process may have been killed from outside, not by its scorer
                 self._chunks.extend([replace(item, is_retry=True)] for item in chunk)
                 return
             lost = failure("error", f"the process of scorer '{chunk[0].name}' died with exit code {error.exitcode}")
-        except Exception as error:  # no response has a score any more
+        except Exception as error:  # the pool itself failed
             for item in chunk:
                 if not item.result.done():
                     item.result.set_exception(error)
@@ -168,13 +168,13 @@ class RewardRunner:
                 self._chunks.append(rest)
             return
         if len(chunk) == 1:
-            chunk[0].settle(replace(lost, seconds=time.monotonic() - begun))
-        else:  # one by one, so that only the guilty response is lost
+            chunk[0].settle(replace(lost, seconds=time.monotonic() - begin))
+        else:  # rerun one by one, so that only the failing response loses its score
             self._chunks.extend([item] for item in chunk)
 
 
 def _joined(result: RewardResult, other: RewardResult, name: str, weight: float) -> RewardResult:
-    """The result with the score of a further scorer."""
+    """The result with the weighted score of an extra scorer added."""
     if result.score is None or other.score is None:
         return result if result.score is None else other
     named = {**result.named, **other.named, short_name(name): other.score}

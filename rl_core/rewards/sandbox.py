@@ -1,8 +1,8 @@
-"""Runs a program that a model wrote, as little of the machine within its reach as the kernel lets an ordinary user do.
+"""Runs a program written by a model with as much isolation as the kernel allows an unprivileged user.
 
-A script for `python -I`; it imports nothing of the project. `sandbox.py MODE TEST CPU_S`, in the folder that holds the
-program: MODE `script` runs it as main module, `tests` runs it and then the tests, which it reads from file descriptor
-TEST, and `probe` runs nothing; its exit code tells whether there are namespaces.
+A script for `python -I`; it imports nothing from the project. Usage, in the program's folder: `sandbox.py MODE FD
+CPU_S`. MODE `script` runs the program as main module; `tests` runs it and then the tests, read from file descriptor
+FD; `probe` runs nothing and exits with 0 if namespaces are available.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ import sys
 
 PROGRAM, VERDICT = "program.py", "verdict"
 MEMORY, FILE_SIZE, PROCESSES = 1 << 30, 1 << 20, 64
-"""Bytes of addresses, bytes of a file (which bounds what it prints), processes and threads."""
+"""Limits: address space in bytes, file size in bytes (which also bounds the output), processes and threads."""
 NEW_USER, NEW_NETWORK, NEW_PIDS = 0x10000000, 0x40000000, 0x20000000
 DEATH_SIGNAL = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def main(mode: str, tests: int, cpu_s: int) -> int:
-    """Exit code of the program, or of the probe."""
+def main(mode: str, tests_fd: int, cpu_s: int) -> int:
+    """Returns the exit code of the program, or of the probe."""
     _die_with_parent()
     isolated = _leave_namespaces()
     if mode == "probe":
         return 0 if isolated else 1
     child = os.fork()
-    if child == 0:  # the first process of its namespace: all others in it end with it
+    if child == 0:  # the first process of its PID namespace: when it exits, the kernel kills all others in it
         _die_with_parent()
         _limit(cpu_s)
-        _run(mode, tests)
+        _run(mode, tests_fd)
         return 0
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -43,41 +43,41 @@ def _die_with_parent() -> None:
 
 
 def _leave_namespaces() -> bool:
-    """No network, and no sight of other processes to signal; False where the kernel refuses."""
+    """Enters namespaces without network and without visible processes; False if the kernel denies it."""
     uid, gid = os.geteuid(), os.getegid()
     if LIBC.unshare(NEW_USER | NEW_NETWORK | NEW_PIDS) != 0:
         return False
-    with contextlib.suppress(OSError):  # unmapped ids only show as nobody's
-        for file, text in (("uid_map", f"{uid} {uid} 1"), ("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{file}", "w") as there:
-                there.write(text)
+    with contextlib.suppress(OSError):  # without the mapping, ids merely appear as nobody
+        for name, text in (("uid_map", f"{uid} {uid} 1"), ("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
     return True
 
 
 def _limit(cpu_s: int) -> None:
-    for what, most in (
+    for kind, limit in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, MEMORY),
         (resource.RLIMIT_FSIZE, FILE_SIZE),
         (resource.RLIMIT_NPROC, PROCESSES),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(kind, (limit, limit))
 
 
-def _run(mode: str, tests: int) -> None:
+def _run(mode: str, tests_fd: int) -> None:
     if mode == "script":
         runpy.run_path(PROGRAM, run_name="__main__")
         return
     sys.path.insert(0, os.getcwd())
     names = vars(importlib.import_module(PROGRAM.removesuffix(".py")))
-    # Read only now, so that the program is over when the tests come into its process.
-    wanted = json.loads(os.read(tests, 1 << 24))
-    for number, test in enumerate(wanted["tests"]):
+    # Read after the program has run, so that it cannot see the tests.
+    request = json.loads(os.read(tests_fd, 1 << 24))
+    for number, test in enumerate(request["tests"]):
         with contextlib.suppress(Exception):
             exec(compile(test, f"test {number}", "exec"), names)
             with open(VERDICT, "a") as verdict:
-                verdict.write(f"{wanted['word']} {number}\n")
+                verdict.write(f"{request['secret']} {number}\n")
 
 
 if __name__ == "__main__":

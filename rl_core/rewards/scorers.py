@@ -1,6 +1,6 @@
-"""Scorers: functions of a response and its row that give a number.
+"""Scorers: functions that map a response and its row to a score.
 
-They run in processes of their own, so this module imports nothing heavy.
+They run in separate processes, so this module has light imports only.
 """
 
 import difflib
@@ -17,11 +17,11 @@ from rl_core.errors import InputError
 
 Row = dict[str, Any]
 Scorer = Callable[..., Any]
-"""Of a response, its row and, where it takes a third argument, its trajectory; it may be asynchronous."""
+"""Called with a response, its row and, if it takes a third argument, its trajectory; may be asynchronous."""
 
 WINDOW = 1000
-"""Characters at the end of a response in which a number is looked for."""
-# A sign counts only where it is not a minus between two values. Each part matches in one way: nothing backtracks far.
+"""Number of characters at the end of a response that are searched for a number."""
+# A sign between two values is an operator, not a sign. Every part matches in one way only, so backtracking is bounded.
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]])(?P<sign>[-+\u2212]))?(?:\$(?P<inner>[-+\u2212]?))?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -30,32 +30,32 @@ _NUMBER = re.compile(
 
 
 def exact(response: str, row: Row) -> float:
-    """1 when the response is the ground truth, white space aside."""
+    """1 if the response equals the ground truth, ignoring white space."""
     return float(_characters(response) == _characters(truth_of(row)))
 
 
 def positions(response: str, row: Row) -> float:
-    """Share of the ground truth's characters that the response has in the same place, white space aside; what follows
-    them does not count."""
+    """Share of the ground truth's characters that the response has at the same position, ignoring white space; text
+    beyond the length of the ground truth is ignored."""
     truth = _characters(truth_of(row))
-    right = sum(character == wanted for character, wanted in zip(_characters(response), truth, strict=False))
-    return right / max(len(truth), 1)
+    correct = sum(actual == expected for actual, expected in zip(_characters(response), truth, strict=False))
+    return correct / max(len(truth), 1)
 
 
 def numeric(response: str, row: Row) -> float:
-    """1 when the last number of the response equals the ground truth."""
+    """1 if the last number in the response equals the ground truth."""
     return float(_last_number(_window(response)) == _true_number(row))
 
 
 def gsm8k(response: str, row: Row) -> float:
-    """1 when the number after the last `####` equals the ground truth; 0 without such a number."""
+    """1 if the number after the last `####` equals the ground truth; 0 without such a number."""
     _, mark, answer = _window(response).rpartition("####")
     match = _NUMBER.search(answer) if mark else None
     return float(match is not None and _value(match) == _true_number(row))
 
 
 def none(response: str, row: Row) -> float:
-    """0: another judge gives the whole score."""
+    """Always 0: the score comes from elsewhere (reward model, extra scorers, tools or environment)."""
     return 0.0
 
 
@@ -72,14 +72,14 @@ LAZY: dict[str, str] = {
     "code": "rl_core.rewards.code:code",
     "reasoning_gym": "rl_core.rewards.reasoning:reasoning_gym",
 }
-"""Scorers whose modules load much, and are imported when first used."""
+"""Scorers in modules with heavy imports, which are imported on first use."""
 
 
 @functools.lru_cache(maxsize=256)
 def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
-    """The function for a scorer's name, a source's name or `package.module:function`.
+    """Scorer function for a scorer's name, a data source's name or `package.module:function`.
 
-    Raises InputError with the nearest names when there is none.
+    Raises InputError with the most similar names if it does not exist.
     """
     if name in SCORERS:
         return SCORERS[name]
@@ -90,11 +90,11 @@ def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
     if name in source_names() and (scorer := load_source(name).SCORER):
         return resolve_scorer(scorer, where)
     names = list(dict.fromkeys([*SCORERS, *LAZY, *(name for name in source_names() if load_source(name).SCORER)]))
-    unnamed = name == NO_SOURCE
-    nearest = [] if unnamed else difflib.get_close_matches(name, names, cutoff=0.4)
+    has_no_source = name == NO_SOURCE
+    nearest = [] if has_no_source else difflib.get_close_matches(name, names, cutoff=0.4)
     raise InputError(
-        f"a scorer among {', '.join(names)}, or package.module:function",
-        f"'{name}'" + ", which stands for rows without a data_source" * unnamed,
+        f"a scorer ({', '.join(names)}) or package.module:function",
+        f"'{name}'" + ", the value for rows without a data_source" * has_no_source,
         where,
         (f"did you mean {' or '.join(nearest)}? " if nearest else "")
         + "Set reward.function to the scorer of all rows, or name it in the rows' data_source",
@@ -103,14 +103,14 @@ def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
 
 @functools.lru_cache(maxsize=256)
 def wants_trajectory(name: str) -> bool:
-    """Whether the scorer of that name takes a third argument; one that cannot be had does not."""
+    """Whether the named scorer takes the trajectory as third argument; False if it cannot be resolved."""
     if name in SCORERS or name in LAZY:
-        return False  # their modules are for the scoring processes alone
+        return False  # without importing LAZY modules, which only the scoring processes load
     try:
         if name in source_names():
             return wants_trajectory(load_source(name).SCORER or "none")
         parameters = inspect.signature(resolve_scorer(name)).parameters.values()
-    except (InputError, ValueError, TypeError):  # reported with each response; some builtins have no signature
+    except (InputError, ValueError, TypeError):  # errors are reported per response; some builtins have no signature
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [each for each in parameters if each.default is each.empty or each.name == "trajectory"]
@@ -121,10 +121,10 @@ def _import_scorer(name: str, where: str) -> Scorer:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # importing a user's module can raise anything
         seen = f"'{name}' ({type(error).__name__}: {error})"
         fix = "check the spelling and that its folder is on PYTHONPATH"
-        raise InputError("package.module:function that can be imported", seen, where, fix) from error
+        raise InputError("an importable package.module:function", seen, where, fix) from error
     if not callable(found):
         raise InputError("a function", f"'{name}' is a {type(found).__name__}", where, "name a function of the module")
     scorer: Scorer = found
@@ -148,7 +148,7 @@ def _true_number(row: Row) -> Decimal:
 
 
 def _window(text: str) -> str:
-    # A number that is cut by the window's start must not be read as another one.
+    # Drop a number cut off by the start of the window: it would be read as a different number.
     return text if len(text) <= WINDOW else text[-WINDOW:].lstrip("0123456789.,")
 
 

@@ -1,4 +1,4 @@
-"""What runs inside a scoring process; it imports nothing heavy, so that a killed process is soon replaced."""
+"""Code that runs inside a scoring process; light imports only, so that a killed process is replaced quickly."""
 
 import io
 import resource
@@ -15,76 +15,74 @@ from rl_core.rewards.scorers import Row, resolve_scorer
 from rl_core.runtime.process_pool import finished, prepare_process, writable
 
 Packed = tuple[str, str, Row, dict[str, Any] | None]
-"""A scorer's name and its arguments; a scorer of two arguments gets no trajectory."""
+"""Scorer name, response, row and trajectory (None for scorers that do not take it)."""
 Status = Literal["ok", "timeout", "error", "non_finite"]
 MAX_DETAIL = 4000
-"""Characters of an error's text that are kept: its end."""
+"""Maximum length of a stored error text in characters; only its end is kept."""
 MAX_NAMED = 64
-"""Named rewards that a scorer may give."""
+"""Maximum number of rewards returned by a scorer."""
 MAX_PRINTED = 1_000_000
-"""Characters that scorers may print in the life of their process."""
+"""Maximum number of characters that a scoring process prints in its lifetime."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A response's score and further named rewards, or why it has none: then `score` is None and `detail` says what
-    happened."""
+    """Score and named rewards of a response; without a score, `score` is None and `detail` has the reason."""
 
     score: float | None
     status: Status
     detail: str = ""
     named: dict[str, float] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
-    """That its scorers took, or that were waited for it."""
+    """Time spent in the scorers, or waiting for one that did not finish."""
 
 
 def failure(status: Status, detail: str) -> RewardResult:
-    """A result without a score; its detail can be written to any file."""
+    """A result without a score; `detail` is cleaned so that it can be written to any file."""
     return RewardResult(None, status, writable(detail[-MAX_DETAIL:]))
 
 
 class Printed(io.TextIOBase):
-    """A stream that passes on what is printed, up to MAX_PRINTED characters: a scorer that prints each response would
-    fill the disk with logs."""
+    """A stream limited to MAX_PRINTED characters: a scorer that prints every response would fill the disk with logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._left = stream, MAX_PRINTED
 
     def write(self, text: str) -> int:
-        """Passes the text on while there is room."""
+        """Writes the text up to the limit."""
         if self._left > 0:
             self._stream.write(text[: self._left])
             self._left -= len(text)
             if self._left <= 0:
-                self._stream.write("\n[what scorers print from here on is left out]\n")
+                self._stream.write("\n[further output of scorers is omitted]\n")
         return len(text)
 
     def flush(self) -> None:
-        """Passes on what waits."""
+        """Flushes the underlying stream."""
         self._stream.flush()
 
 
 def start(names: tuple[str, ...], memory_gb: float) -> None:
-    """Prepare the process: limit what it may take, import the scorers of all rows, and end with the process that
-    started this one."""
+    """Prepares a scoring process: binds its life to its parent's, limits its memory and output, and imports the scorers
+    that apply to all rows."""
     prepare_process()
-    most = int(memory_gb * 1024**3)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    limit = int(memory_gb * 1024**3)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     sys.stdout, sys.stderr = Printed(sys.stdout), Printed(sys.stderr)
     for name in names:
-        with suppress(Exception):  # reported with each response
+        with suppress(Exception):  # reported per response
             resolve_scorer(name)
 
 
 def score_chunk(chunk: list[Packed], budget_s: float) -> list[RewardResult]:
-    """Results of the first responses: of all, or of those that were begun within the budget (at least one)."""
+    """Results of the leading responses that start within the budget, at least one."""
     end = time.monotonic() + budget_s
     results: list[RewardResult] = []
     for packed in chunk:
-        begun = time.monotonic()
-        if results and begun > end:
+        begin = time.monotonic()
+        if results and begin > end:
             break
-        results.append(replace(_score(*packed), seconds=time.monotonic() - begun))
+        results.append(replace(_score(*packed), seconds=time.monotonic() - begin))
     return results
 
 
@@ -96,11 +94,11 @@ def _score(name: str, response: str, row: Row, trajectory: dict[str, Any] | None
         if "score" not in rewards or not all(isinstance(reward, Real) for reward in rewards.values()):
             return failure("error", f"scorer '{name}' returned {value!r}, expected a float or a dict with 'score'")
         if len(rewards) > MAX_NAMED:
-            return failure("error", f"scorer '{name}' returned {len(rewards)} rewards, at most {MAX_NAMED} are kept")
+            return failure("error", f"scorer '{name}' returned {len(rewards)} rewards (maximum {MAX_NAMED})")
         named = {str(key): float(reward) for key, reward in rewards.items()}
     except OverflowError:
         return failure("non_finite", traceback.format_exc())
-    except BaseException:  # also SystemExit: whatever a scorer raises concerns its response only
+    except BaseException:  # including SystemExit: an error affects this response only
         return failure("error", traceback.format_exc())
     if not all(isfinite(reward) for reward in named.values()):
         return failure("non_finite", f"scorer '{name}' returned {named}")

@@ -1,6 +1,6 @@
-"""Calls of objects that others wrote, in processes with a deadline that kills.
+"""Calls methods of user-defined objects in worker processes, which are killed at a deadline.
 
-An object travels as its pickle and is never unpickled where the calls are made.
+An object is passed as its pickle and never unpickled in the calling process.
 """
 
 import importlib
@@ -20,14 +20,14 @@ from rl_core.rollout.tools import BadArguments, ToolError
 from rl_core.runtime.process_pool import Processes, prepare_process, writable
 
 MAX_DETAIL = 4000
-"""Characters of a traceback that are kept: its end."""
+"""Maximum length of a stored traceback in characters; only its end is kept."""
 MAX_MESSAGE = 500
-"""Characters of an error's message that the policy reads."""
+"""Maximum length in characters of an error message for the policy."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How a call ended: with a value and the object's new state, or with a text that says why not."""
+    """Outcome of a call: a value and the object's new state, or an error message in `text`."""
 
     status: Literal["ok", "bad_arguments", "error", "timeout"]
     value: Any = None
@@ -37,17 +37,17 @@ class Reply:
 
 
 class CallPool(Processes):
-    """Processes that make the calls, from `start` to `close`."""
+    """Worker processes for the calls, alive from `start` to `close`."""
 
     def __init__(self, processes: int, timeout_s: float, modules: tuple[str, ...]) -> None:
-        """The modules are imported before a process takes up its first call."""
+        """Each process imports `modules` before its first call."""
         super().__init__(processes, timeout_s, _start, (modules,), "tools and environments")
 
     async def call(self, state: bytes, action: Callable[..., Any], *args: Any) -> Reply:
-        """Calls `action(object, *args)`, where the object is that of the state, or a new one when that is a class.
+        """Calls `action(object, *args)`; the object is unpickled from `state`, or a new instance if `state` is a class.
 
-        The deadline counts from when a process takes the call up. A cancelled call is killed. Raises TransientError
-        when the processes themselves do not work.
+        The deadline starts when a process picks up the call. A cancelled call is killed. Raises TransientError if the
+        processes themselves fail.
         """
         payload = pickle.dumps((state, action, args))
         try:
@@ -58,13 +58,13 @@ class CallPool(Processes):
             return Reply("timeout", text=f"no answer within {self._timeout_s:g} s")
         except ProcessExpired as error:
             return Reply("error", text=f"its process died with exit code {error.exitcode}")
-        except Exception as error:  # whatever the object did to keep its reply from coming through
+        except Exception as error:  # a user's object can make its reply fail in any way
             return Reply("error", text=f"its answer is lost ({type(error).__name__})")
         return reply
 
 
 def perform(payload: bytes) -> Reply:
-    """One call, inside a process of the pool."""
+    """Performs one call, inside a process of the pool."""
     try:
         state, action, args = pickle.loads(payload)
         subject = pickle.loads(state)
@@ -72,15 +72,15 @@ def perform(payload: bytes) -> Reply:
             subject = subject()
         value = action(subject, *args)
         return Reply("ok", value, pickle.dumps(subject))
-    except BaseException as error:  # also SystemExit: whatever is raised concerns this call only
-        said = str(error) if isinstance(error, ToolError | BadArguments) else f"{type(error).__name__}: {error}"
+    except BaseException as error:  # including SystemExit: an error affects this call only
+        message = str(error) if isinstance(error, ToolError | BadArguments) else f"{type(error).__name__}: {error}"
         status: Literal["bad_arguments", "error"] = "bad_arguments" if isinstance(error, BadArguments) else "error"
         detail = writable(traceback.format_exc()[-MAX_DETAIL:])
-        return Reply(status, text=writable(said[:MAX_MESSAGE]), detail=detail)
+        return Reply(status, text=writable(message[:MAX_MESSAGE]), detail=detail)
 
 
 def checked_reward(reward: Any) -> float:
-    """The reward as a plain float; raises ValueError when it is not a finite number."""
+    """The reward as a float; raises ValueError if it is not a finite number."""
     if not isinstance(reward, Real) or not isfinite(reward):
         raise ValueError(f"expected a finite number as reward, got {reward!r}")
     return float(reward)

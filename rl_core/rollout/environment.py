@@ -1,4 +1,4 @@
-"""Environments: what answers a turn of the policy that calls no tool."""
+"""Environments: they reply to turns in which the policy calls no tool."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class EnvironmentStep:
-    """What follows a turn: messages before the next one, a reward, and whether the conversation is over."""
+    """Reply to a turn: messages before the next turn, a reward, and whether the conversation is over."""
 
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
@@ -27,7 +27,7 @@ class EnvironmentStep:
 
 @dataclass(frozen=True)
 class EnvironmentOutcome:
-    """How a call of an environment ended; unless `ok` the trajectory has failed, and `detail` says why."""
+    """Outcome of an environment call; any status but `ok` fails the trajectory, and `detail` has the reason."""
 
     status: Literal["ok", "error", "timeout"]
     step: EnvironmentStep
@@ -36,18 +36,18 @@ class EnvironmentOutcome:
 
 
 class Environment:
-    """Base of environments; one instance serves one trajectory.
+    """Base class of environments; one instance per trajectory.
 
-    Its methods run in another process: the instance is pickled, sent there, and comes back changed when the call
+    Methods run in another process: the instance is pickled and sent there, and its new state is sent back if the call
     succeeds. Methods may be asynchronous.
     """
 
     def reset(self, row: dict[str, Any]) -> list[Message]:
-        """Messages that are appended to the row's prompt before the first turn."""
+        """Returns messages to append to the row's prompt before the first turn."""
         return []
 
     def step(self, turn: str) -> EnvironmentStep:
-        """What follows a turn of the policy."""
+        """Returns the reply to a turn of the policy."""
         raise NotImplementedError
 
 
@@ -59,11 +59,11 @@ class EnvironmentSession:
         self._state = pickle.dumps(environment)
 
     async def reset(self, row: dict[str, Any]) -> EnvironmentOutcome:
-        """Begins the conversation of a row; the outcome has the messages after its prompt."""
+        """Starts the conversation of a row; the outcome has the messages to append to its prompt."""
         return await self._call(_reset, row)
 
     async def step(self, turn: str) -> EnvironmentOutcome:
-        """What follows a turn of the policy."""
+        """Outcome of the environment's step for a turn of the policy."""
         return await self._call(_step, turn)
 
     async def _call(self, action: Callable[..., EnvironmentStep], argument: Any) -> EnvironmentOutcome:
@@ -79,19 +79,19 @@ class EnvironmentSession:
 
 @functools.cache
 def resolve_environment(name: str) -> type[Environment]:
-    """The class for `package.module:Class`; raises InputError when it cannot be imported, is something else, has no
-    `step` of its own or cannot be made and sent to another process."""
+    """Class at `package.module:Class`; raises InputError if it cannot be imported, is not an Environment, does not
+    override `step`, or cannot be created without arguments and pickled."""
     where = "agent.environment"
     found = import_named(name, where, "package.module:Class of an environment")
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise InputError("a class derived from Environment", f"'{name}'", where, "name such a class of the module")
     if found.step is Environment.step:
-        raise InputError("an environment with a method `step`", f"'{name}' has none", where, "give it one")
+        raise InputError("an environment with a method `step`", f"'{name}' has none", where, "implement `step`")
     try:
         pickle.dumps(found())
-    except Exception as error:  # a user's class may fail in any way
+    except Exception as error:  # a user's class can raise anything
         seen = f"'{name}' ({type(error).__name__}: {error})"
-        fix = "let it be made without arguments, and open what cannot be pickled inside `step`"
+        fix = "make it constructible without arguments, and open resources that do not pickle inside `step`"
         raise InputError("an environment that can be sent to another process", seen, where, fix) from error
     return found
 
@@ -108,7 +108,7 @@ def _step(environment: Environment, turn: str) -> EnvironmentStep:
 
 
 def _checked_messages(messages: Any) -> list[Message]:
-    """The messages as plain values; raises TypeError when they are not what a chat template takes."""
+    """The messages as plain JSON values; raises TypeError if they are not valid chat messages."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise TypeError(f"expected a list of messages, got {messages!r:.200}")
     for message in messages:

@@ -1,4 +1,4 @@
-"""Scores of trajectories as they end, and as columns of a batch."""
+"""Scores trajectories as they end, and stores the scores as columns of a batch."""
 
 from typing import Any
 
@@ -12,28 +12,28 @@ from rl_core.rollout.trajectory import Trajectory, TrajectoryState
 
 
 class TrajectoryScorer:
-    """Shows each trajectory that has ended to the scorers of its row."""
+    """Scores each finished trajectory with the scorers of its row."""
 
     def __init__(self, runner: RewardRunner, tokenizer: PreTrainedTokenizerBase) -> None:
-        """The runner is started and closed by whoever made it."""
+        """The caller starts and closes the runner."""
         self.runner, self.tokenizer = runner, tokenizer
 
     async def score(self, trajectory: Trajectory) -> RewardResult:
-        """The result of the last turn as text, without special tokens; a trajectory that failed is not shown.
+        """Result for the text of the last turn, without special tokens; a failed trajectory gets no score.
 
-        Raises what `RewardRunner.score` does.
+        Raises the same errors as `RewardRunner.score`.
         """
         if trajectory.state is TrajectoryState.FAILED:
             return failure("error", f"the rollout failed: {trajectory.stop_reason}: {trajectory.detail}")
-        seen = self._seen(trajectory) if self.runner.reads_trajectory(trajectory.row) else None
+        view = self._view(trajectory) if self.runner.reads_trajectory(trajectory.row) else None
         response = self._text(trajectory.response_ids[trajectory.answer_start :])
-        return await self.runner.score(response, trajectory.row, seen)
+        return await self.runner.score(response, trajectory.row, view)
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _seen(self, trajectory: Trajectory) -> dict[str, Any]:
-        """The trajectory as its scorer reads it (docs/rewards.md)."""
+    def _view(self, trajectory: Trajectory) -> dict[str, Any]:
+        """The trajectory as passed to scorers (docs/rewards.md)."""
         messages = [
             {**message, "content": self._text(message["token_ids"])} if "token_ids" in message else message
             for message in trajectory.messages
@@ -49,10 +49,10 @@ class TrajectoryScorer:
 
 
 def score_columns(results: list[RewardResult], wait_s: float) -> DataProto:
-    """`score` (NaN without one), `score_seconds`, `score_wait` [B] float32, and `score_status`, `score_detail` and
-    `named` (rewards by name) per row.
+    """Columns `score` (NaN if there is none), `score_seconds`, `score_wait` [B] float32, and `score_status`,
+    `score_detail` and `named` (rewards by name) per row.
 
-    `score_wait` is how long the whole call waited for scores once its last trajectory had ended, in seconds.
+    `score_wait` is the time in seconds that the whole batch waited for scores after its last trajectory ended.
     """
     tensors = {
         "score": [torch.nan if result.score is None else result.score for result in results],
@@ -69,7 +69,7 @@ def score_columns(results: list[RewardResult], wait_s: float) -> DataProto:
 
 
 def results_of(batch: DataProto) -> list[RewardResult]:
-    """The results that `score_columns` wrote."""
+    """Results from the columns written by `score_columns`."""
     columns = batch.non_tensor_batch
     scores, seconds = batch.batch["score"].tolist(), batch.batch["score_seconds"].tolist()
     rows = zip(scores, columns["score_status"], columns["score_detail"], columns["named"], seconds, strict=True)

@@ -1,4 +1,4 @@
-"""A conversation of the policy as tokens: which of them it sampled, what answered it, and how it ended."""
+"""A conversation of the policy as tokens: sampled tokens, replies of tools and environment, and how it ended."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +14,7 @@ from rl_core.rollout.engine.protocol import Completion
 
 
 class TrajectoryState(Enum):
-    """Where a trajectory is in its life."""
+    """State of a trajectory."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -25,7 +25,7 @@ class TrajectoryState(Enum):
 
 @dataclass
 class Trajectory:
-    """One conversation: the prompt, then the turns of the policy (mask 1) and what answered them (mask 0)."""
+    """One conversation: the prompt, then the turns of the policy (mask 1) and the replies to them (mask 0)."""
 
     prompt_ids: list[int]
     seed: int
@@ -38,22 +38,22 @@ class Trajectory:
     stop_reason: str = ""
     turns: int = 0
     answer_start: int = 0
-    """Where the last turn begins in the response."""
+    """Index in the response where the last turn starts."""
     reward: float = 0.0
-    """What tools and environment gave."""
+    """Sum of the rewards from tools and environment."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """Each tool call and step of the environment: name, arguments, status, text, seconds, turn."""
+    """Tool calls and environment steps, each with turn, name, arguments, status, text, seconds and detail."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The policy's turns (role assistant, `token_ids` instead of a text) and what answered them."""
+    """The policy's turns (role assistant, with `token_ids` instead of a text) and the replies to them."""
     detail: str = ""
-    """Why the trajectory failed."""
+    """Reason of a failure."""
 
     def take(self, completion: Completion) -> None:
-        """Adds a sampled turn; TrainingError when the engine has read other tokens than the trajectory has."""
+        """Adds a sampled turn; raises TrainingError if the engine's prompt differs from the trajectory's tokens."""
         if completion.prompt_ids != self.prompt_ids + self.response_ids:
             raise TrainingError(
-                f"before turn {self.turns + 1} the rollout engine read {len(completion.prompt_ids)} tokens that are "
-                f"not the {len(self.prompt_ids) + len(self.response_ids)} tokens of the trajectory"
+                f"before turn {self.turns + 1} the rollout engine read {len(completion.prompt_ids)} tokens that differ "
+                f"from the {len(self.prompt_ids) + len(self.response_ids)} tokens of the trajectory"
             )
         count = len(completion.token_ids)
         self.answer_start = len(self.response_ids)
@@ -66,7 +66,7 @@ class Trajectory:
         self.turns += 1
 
     def append(self, token_ids: list[int]) -> None:
-        """Adds what answers the last turn, up to the start of the next one."""
+        """Adds the reply to the last turn, up to the start of the next turn."""
         count = len(token_ids)
         self.response_ids += token_ids
         self.response_mask += [0] * count
@@ -74,23 +74,23 @@ class Trajectory:
         self.versions += [-1] * count
 
     def fail(self, reason: str, detail: str) -> None:
-        """Ends the trajectory, which then trains nothing."""
+        """Marks the trajectory as failed, which excludes it from training."""
         self.state, self.stop_reason, self.detail = TrajectoryState.FAILED, reason, detail
 
 
 def to_batch(trajectories: list[Trajectory], width: int) -> DataProto:
-    """The padded view of trajectories; responses are padded to `width` tokens.
+    """Trajectories as a padded batch; responses are padded to `width` tokens.
 
-    `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `version` [B, R] (−1 where nothing was
-    sampled), `prompt_length`, `response_length`, `answer_start`, `turns`, `turn_reward` [B], and `stop_reason`,
-    `status`, `detail`, `calls` per row.
+    Columns: `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `version` [B, R] (−1 for tokens that
+    were not sampled), `prompt_length`, `response_length`, `answer_start`, `turns`, `turn_reward` [B], and
+    `stop_reason`, `status`, `detail`, `calls` per row.
     """
     longest = max(len(t.prompt_ids) for t in trajectories)
 
     def padded(sequences: list[list[Any]], columns: int, dtype: type[np.generic], filler: int = 0) -> torch.Tensor:
         out = np.full((len(sequences), columns), filler, dtype=dtype)
         length_B = np.array([len(sequence) for sequence in sequences])
-        # `fromiter` takes a sixth of the time of making tensors from lists.
+        # `fromiter` takes a sixth of the time of building tensors from lists.
         out[np.arange(columns) < length_B[:, None]] = np.fromiter(chain(*sequences), dtype, length_B.sum())
         return torch.from_numpy(out)
 

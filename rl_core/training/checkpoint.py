@@ -1,7 +1,7 @@
-"""Sharded checkpoints of a training engine by torch.distributed.checkpoint, on any storage.
+"""Sharded checkpoints of a training engine with torch.distributed.checkpoint, on any storage.
 
-Every rank writes its own shards from a copy of its state, while training goes on; the driver commits the folder when
-all are done. Loading reshards to the present world size and mesh.
+Every rank writes its own shards from a copy of its state while training continues; the driver commits the folder after
+all ranks have finished. Loading reshards to the current world size and mesh.
 """
 
 import copy
@@ -31,32 +31,30 @@ from rl_core.storage.store import Json, Store, file_entry
 from rl_core.training.engine import DTYPES, TrainEngine
 from rl_core.training.shards import METADATA, TensorReader
 
-# Endings of files that hold weights, in any format: those of the source are not the trained ones.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-
-ROOM = 1 << 20
-"""Bytes; a disk with less is full."""
+"""Suffixes of weight files in any format; the source's weight files are not copied to an export."""
+MIN_FREE_BYTES = 1 << 20
+"""A disk with less free space counts as full."""
 FILES = "files.json"
-"""File of a folder of shards with the entries of all of them, which is there when all ranks have written theirs."""
+"""File with the manifest entries of all shards of a folder, written after all ranks have written their shards."""
 
 
 def save_engine(engine: TrainEngine, store: Store, folder: str, group: dist.ProcessGroup) -> Future[list[Json]]:
-    """Copies the engine's state and starts to write it as shards into `folder` of the store; all ranks take part.
+    """Copies the engine's state and starts writing it as shards into `folder` of the store; collective over all ranks.
 
-    What is trained from now on does not reach the files. The result comes when this rank has written (and uploaded)
-    its shards: their entries in the manifest of the folder above. Or it raises what went wrong: InputError and
-    TransientError as a `Store` does.
+    Later training does not affect the files. The future resolves after this rank has written (and uploaded) its shards,
+    to their entries in the manifest of the parent folder; it raises InputError and TransientError like a `Store`.
 
     Args:
-        group: gloo group of all ranks that nothing else uses, for messages must not mix with those of training.
+        group: gloo group of all ranks used for nothing else, so that its messages do not mix with those of training.
     """
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )
     stager = DefaultStager(options)
     state = stager.stage(engine.state())
-    assert not isinstance(state, Future), "staging is over when this returns, or training would change what is saved"
-    stager.close()  # it would keep the copy as long as the weights live, to use its memory again
+    assert not isinstance(state, Future), "staging must be synchronous: training would change the state being saved"
+    stager.close()  # otherwise it keeps the copy for reuse as long as the weights exist
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = thread.submit(_write, state, store, folder, group)
     thread.shutdown(wait=False)
@@ -74,7 +72,7 @@ def _write(state: dict[str, Any], store: Store, folder: str, group: dist.Process
 
 
 def _write_shards(state: dict[str, Any], store: Store, folder: str, group: dist.ProcessGroup) -> list[Json]:
-    local, (above, _, name) = store.local_path(folder), folder.rpartition("/")
+    local, (parent, _, name) = store.local_path(folder), folder.rpartition("/")
     if local is not None:
         with _real_cause(str(local), writing=True):
             dcp.save(state, checkpoint_id=local, process_group=group)
@@ -84,13 +82,13 @@ def _write_shards(state: dict[str, Any], store: Store, folder: str, group: dist.
     with staging() as directory:
         with _real_cause(directory, writing=True):
             dcp.save(state, checkpoint_id=directory, process_group=group)
-        return store.upload(Path(directory), above, name)
+        return store.upload(Path(directory), parent, name)
 
 
 def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
-    """Puts the state in `folder` of the store into the engine, whatever world size and mesh wrote it.
+    """Loads the state in `folder` of the store into the engine, from any world size and mesh.
 
-    Nothing in the folder is run: InputError for one that holds anything but tensors.
+    No code in the folder is executed: raises InputError if it contains anything but tensors.
     """
     state = engine.state()
     with ExitStack() as stack:
@@ -105,34 +103,33 @@ def load_engine(engine: TrainEngine, store: Store, folder: str) -> None:
 
 @contextmanager
 def _real_cause(path: str, writing: bool = False) -> Iterator[None]:
-    """What the first rank failed at, as one of this project's kinds, instead of torch's collection of all failures."""
+    """Raises the first rank's error, as one of this project's kinds, instead of torch's collection of all failures."""
     with storage_errors(path, writing):
         try:
             yield
         except CheckpointException as error:
-            # Not even an Exception: nothing but a bare except would stop it.
+            # A BaseException: only a bare except would catch it.
             cause = next(iter(error.failures.values()))[0]
-            raise _why_unwritten(path) if "inline_container" in str(cause) else cause from error
+            raise _write_error(path) if "inline_container" in str(cause) else cause from error
         except RuntimeError as error:
-            # Failures of a rank's own come as above; this is one of the messages between the ranks.
+            # A rank's own failure is a CheckpointException; this is a communication failure between ranks.
             raise TransientError(f"a rank was lost while a checkpoint was read or written: {error}") from error
 
 
-def _why_unwritten(path: str) -> OSError:
-    """Why torch's writer of archives, which only says that it wrote less than it should, could not write."""
-    full = os.path.exists(path) and shutil.disk_usage(path).free < ROOM
+def _write_error(path: str) -> OSError:
+    """OSError for a failed write: torch's archive writer only reports that it wrote too little."""
+    full = os.path.exists(path) and shutil.disk_usage(path).free < MIN_FREE_BYTES
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if full else OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, folder: str) -> list[Json]:
-    """Rank 0 writes an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer and templates.
+    """Rank 0 writes a standard Hugging Face folder: safetensors, config, generation config, tokenizer and templates.
 
-    Returns what `Store.commit_folder` takes of the files that this rank has written.
-
-    Adapters are part of its weights, and lie in its subfolder `adapter` once more, in PEFT's layout for `source`.
+    Adapters are merged into the weights, and also stored in the subfolder `adapter`, in PEFT's layout for `source`.
+    Returns the entries of this rank's files for `Store.commit_folder`.
 
     Args:
-        source: the folder that the model came from, whose tokenizer and templates go along.
+        source: folder of the original model; its tokenizer and templates are copied.
     """
     model, written = engine.model, []
     weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters()}
@@ -144,10 +141,10 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
             target = Path(directory)
             _save_pretrained(model, weights, DTYPES[dtype], target)
             for file in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
-                kept = target / file.relative_to(source)
-                if file.is_file() and not kept.exists() and not _is_weights(file.name):
-                    kept.parent.mkdir(exist_ok=True)
-                    shutil.copyfile(file, kept)
+                copy_path = target / file.relative_to(source)
+                if file.is_file() and not copy_path.exists() and not _is_weights(file.name):
+                    copy_path.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, copy_path)
             if adapters:
                 save_adapters(model, adapters, source, target / "adapter")
             store.remove(folder)
@@ -157,15 +154,15 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
 
 
 def _save_pretrained(model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype, target: Path) -> None:
-    # A generation config that sets, say, a temperature without do_sample is common and is loaded without complaint, but
-    # transformers refuses to save it; it goes along as it is.
+    # transformers loads a generation config with, for example, a temperature but no do_sample, but refuses to save it.
+    # Such configs are common, so it is written unchanged.
     generation, model.generation_config = model.generation_config, GenerationConfig()
     try:
         model.save_pretrained(target, state_dict=weights)
     finally:
         model.generation_config = generation
     generation.to_json_file(target / "generation_config.json")
-    # What was saved has the type of the float32 master weights in its config.
+    # The saved config has the dtype of the float32 master weights; write it again with the export's dtype.
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(target)

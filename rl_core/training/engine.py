@@ -1,6 +1,6 @@
-"""The FSDP2 training engine: a module sharded over the ranks, its optimizer, and a step over a mini-batch.
+"""FSDP2 training engine: a module sharded over the ranks, its optimizer, and the optimizer step on a mini-batch.
 
-The same code runs with one rank and with many. Losses arrive already divided by the mini-batch's global counts, so the
+The same code runs on one rank and on many. Losses are already divided by the mini-batch's global counts, so the
 gradient is the same for every split into micro-batches and over ranks.
 """
 
@@ -26,12 +26,12 @@ from rl_core.training.optimizer import build_optimizer, learning_rate
 from rl_core.training.packing import micro_batches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# From the outputs [b, R] of a micro-batch and its rows: the loss and metrics, each a share of the mini-batch's total.
 LossFunction = Callable[[tuple[Tensor, ...], DataProto], tuple[Tensor, dict[str, Tensor]]]
+"""Maps the outputs [b, R] of a micro-batch and its rows to loss and metrics, as shares of the mini-batch's total."""
 
 
 class TrainEngine:
-    """A sharded module (policy or value model) with its optimizer; without `optim` it only computes (a reference)."""
+    """A sharded module (policy or value model) with its optimizer; without `optim`, inference only (reference)."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class TrainEngine:
         max_tokens: int,
         seed: int = 0,
     ) -> None:
-        """Loads the module, which has shapes only, from the folder `source`; all ranks take part.
+        """Loads the weights of the module, which is on the meta device, from `source`; collective over all ranks.
 
         Args:
-            total_updates: optimizer steps of the whole run, for the schedule of the learning rate.
-            max_tokens: packed tokens of a micro-batch.
-            seed: of the first values of adapters.
+            total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+            max_tokens: maximum number of packed tokens in a micro-batch.
+            seed: seed of the adapters' initial values.
         """
         self.rank_mesh, self.device, self.max_tokens, self.source = rank_mesh, rank_mesh.device, max_tokens, source
         self.module, self.model = module, module.hf
@@ -70,7 +70,7 @@ class TrainEngine:
         self.optimizer = build_optimizer(module, optim) if optim else None
 
     def _shard(self, dtype: torch.dtype, compiled: bool) -> None:
-        """Layer by layer over the mesh; computes in `dtype`, keeps weights and reduces gradients in float32."""
+        """Shards each layer over the mesh; computes in `dtype`, stores weights and reduces gradients in float32."""
         options: dict[str, Any] = {
             "mesh": self.rank_mesh.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
@@ -87,7 +87,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def compute(self, rows: DataProto, *args: float) -> tuple[Tensor, ...]:
-        """The module's outputs for all response tokens, each [B, R] float32 on the CPU."""
+        """Outputs of the module for all response tokens, each [B, R] float32 on the CPU."""
         self._onload()
         self.module.eval()
         outputs: list[Tensor] = []
@@ -102,8 +102,8 @@ class TrainEngine:
     def train_mini_batch(self, rows: DataProto, loss_function: LossFunction, *args: float) -> dict[str, float]:
         """One optimizer step on this rank's rows of a mini-batch; returns metrics that are the same on all ranks.
 
-        A step whose gradient is not finite is left out: weights, moments and schedule stay, and the only metric is
-        `skipped_updates` 1. Raises TrainingError when that happens more often in a row than the config allows.
+        A step with a non-finite gradient is skipped: weights, moments and schedule do not change, and the only metric
+        is `skipped_updates` 1. Raises TrainingError after more than `max_skipped_updates` skipped steps in a row.
         """
         assert self.optimizer is not None and self.optim_config is not None
         self._onload()
@@ -112,8 +112,8 @@ class TrainEngine:
         for _, micro in micro_batches(rows, self.max_tokens, self.rank_mesh):
             outputs = tuple(micro.pad(v) for v in _as_tuple(self.module(micro.packed, micro.target_N, *args)))
             loss, shares = loss_function(outputs, micro.rows)
-            # FSDP averages gradients over the ranks; the loss is a share of a global mean and wants their sum. Ranks
-            # that share sequences have the same loss and a part of its gradient each, whose sum is wanted likewise.
+            # FSDP averages gradients over the ranks, but the loss is a share of a global mean and needs their sum. The
+            # same holds for ranks that share sequences: each has the same loss and a part of its gradient.
             (loss * dist.get_world_size()).backward()
             for name, share in {**shares, "loss": loss}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + share.detach().float()
@@ -121,28 +121,28 @@ class TrainEngine:
         lr = learning_rate(self.optim_config, self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # The optimizer itself looks at `found_inf` and then does nothing: asking here would make the device wait.
+        # The optimizer skips the step on the device if `found_inf` is set; a check here would force a device sync.
         self.optimizer.grad_scale, self.optimizer.found_inf = None, (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # The norm, which all ranks know, goes along so that there is one wait for the device.
+        # Reduce the norm with the metrics so that there is a single device sync.
         sums = sum_over_ranks({**totals, "grad_norm": norm.to(self.device)})
         grad_norm = sums.pop("grad_norm") / dist.get_world_size()
         if not math.isfinite(grad_norm):
             return self._skip(grad_norm)
         self.updates, self.skipped = self.updates + 1, 0
-        sharing = self.rank_mesh.parallel.size if self.rank_mesh.parallel else 1
-        metrics = {name: value / sharing for name, value in sums.items()}
+        ranks_per_sequence = self.rank_mesh.parallel.size if self.rank_mesh.parallel else 1
+        metrics = {name: value / ranks_per_sequence for name, value in sums.items()}
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
 
-    def _clip(self, most: float) -> Tensor:
-        """Scales the gradient to a global L2 norm of at most `most`; returns the norm before, a scalar."""
-        # On the shards themselves: on distributed tensors each of these operations costs milliseconds.
+    def _clip(self, max_norm: float) -> Tensor:
+        """Scales the gradient to a global L2 norm of at most `max_norm`; returns the norm before clipping, a scalar."""
+        # Use the local shards: each of these operations costs milliseconds on distributed tensors.
         gradients = [_local(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
         square = nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(square, group=self.rank_mesh.mesh.get_group("shard"))
         norm = square.sqrt()
-        torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _skip(self, grad_norm: float) -> dict[str, float]:
@@ -151,12 +151,13 @@ class TrainEngine:
         if self.skipped > self.optim_config.max_skipped_updates:
             raise TrainingError(
                 f"the gradient of optimizer step {self.updates} is not finite ({grad_norm}), {self.skipped} times in a "
-                f"row (actor.optim.max_skipped_updates or critic.optim.max_skipped_updates)"
+                f"row (limit {self.optim_config.max_skipped_updates}: actor.optim.max_skipped_updates or "
+                "critic.optim.max_skipped_updates)"
             )
         return {"skipped_updates": 1.0}
 
     def offload(self) -> None:
-        """Moves weights and optimizer states to the machine's memory until they are used again, if so configured."""
+        """Moves weights and optimizer state to host memory until the next use, with `offload: idle`."""
         if self._offloads_when_idle and not self._is_offloaded:
             self._move(torch.device("cpu"))
             self._is_offloaded = True
@@ -174,9 +175,9 @@ class TrainEngine:
                 state.update({name: value.to(device) for name, value in state.items()})
 
     def full_parameters(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of each weight of the Hugging Face model, one at a time; all ranks take part.
+        """Yields name and whole tensor of each weight of the Hugging Face model; collective over all ranks.
 
-        What adapters add is part of the weights, or, where not `merged`, left out.
+        Adapters are merged into the weights if `merged`, otherwise omitted.
         """
         self._onload()
         adapters = factors(self.model) if merged else {}
@@ -189,11 +190,11 @@ class TrainEngine:
                 yield base_name(name), whole
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if output is not None and output.weight is embedding.weight:
-            # Tied weights are listed once; a rollout engine that is not told about the head keeps its old copy.
+            # Tied weights are listed once; without an update of the head, a rollout engine would keep its old copy.
             yield "lm_head.weight", self._whole(cast(nn.Parameter, embedding.weight))
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """PEFT's name and whole tensor of each weight of the adapters; all ranks take part."""
+        """Yields PEFT name and whole tensor of each adapter weight; collective over all ranks."""
         self._onload()
         for name, parameter in self.model.named_parameters():
             if is_adapter(name):
@@ -206,12 +207,11 @@ class TrainEngine:
         whole = parameter.detach().to(self.device)
         if not isinstance(whole, DTensor):
             return whole
-        # A rank that is alone has all of it; gathering from nobody would cost a quarter of a weight push.
+        # A single rank already has the whole tensor; `full_tensor` would cost a quarter of a weight push.
         return whole.to_local() if whole.device_mesh.size() == 1 else whole.full_tensor()
 
     def state(self) -> dict[str, dict[str, Tensor] | Tensor]:
-        """Trained weights, their Adam moments and the number of updates, as (sharded) tensors only, in the layout of a
-        checkpoint."""
+        """Checkpoint state: trained weights, their Adam moments and the update counts, as (sharded) tensors only."""
         assert self.optimizer is not None
         counts = torch.tensor([self.updates, self.skipped])
         state: dict[str, dict[str, Tensor] | Tensor] = {"counts": counts}
@@ -225,7 +225,7 @@ class TrainEngine:
         return state
 
     def load_state(self, state: dict[str, dict[str, Tensor] | Tensor]) -> None:
-        """Takes over what `state` gave, possibly resharded; the tensors of the weights are already in place."""
+        """Restores moments and counts of a `state`, possibly resharded; the weights have been loaded in place."""
         assert self.optimizer is not None
         counts, moments_1, moments_2 = state["counts"], state["exp_avg"], state["exp_avg_sq"]
         assert isinstance(counts, Tensor) and isinstance(moments_1, dict) and isinstance(moments_2, dict)
@@ -247,7 +247,7 @@ def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def sum_over_ranks(values: dict[str, Tensor]) -> dict[str, float]:
-    """Sums of scalars over all ranks, one message for all of them."""
+    """Sums of scalars over all ranks, in a single all-reduce."""
     packed = torch.stack(list(values.values()))
     dist.all_reduce(packed)
     return dict(zip(values, packed.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The losses that a training engine minimises: policy, value and supervised, as shares of a mini-batch's total."""
+"""Losses of the training engine (policy, value and supervised), as shares of a mini-batch's total."""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ Shares = dict[str, Tensor]
 
 
 def loss_settings(config: RunConfig) -> LossSettings:
-    """The numbers of the policy losses, from the config."""
+    """Parameters of the policy losses, from the config."""
     actor = config.actor
     return LossSettings(
         clip_low=actor.clip_ratio_low or actor.clip_ratio,
@@ -41,9 +41,9 @@ def loss_settings(config: RunConfig) -> LossSettings:
 
 
 def policy_loss(config: RunConfig, tokens: float, sequences: float) -> LossFunction:
-    """The configured policy loss with weights of the rollout correction, entropy bonus and KL loss.
+    """The configured policy loss with importance weights of the rollout correction, entropy bonus and KL loss.
 
-    `tokens` and `sequences` count the whole mini-batch over all ranks.
+    `tokens` and `sequences` are the counts of the whole mini-batch over all ranks.
     """
     actor, settings = config.actor, loss_settings(config)
     entry = POLICY_LOSSES.resolve(actor.policy_loss)
@@ -83,17 +83,17 @@ def policy_loss(config: RunConfig, tokens: float, sequences: float) -> LossFunct
 
 
 def select_tokens(config: RunConfig, mini: DataProto, log_prob_BR: Tensor, draw: int) -> DataProto:
-    """Adds `selected_BR`: the tokens of the whole mini-batch, over all ranks, that kl_cov or clip_cov treat apart.
+    """Adds `selected_BR`: 1.0 on the tokens selected by kl_cov or clip_cov over the whole mini-batch and all ranks.
 
-    The choice needs the mini-batch's mean, so it is made before the split into micro-batches, which then cannot change
-    it. `draw` seeds the random choice and is the same on all ranks.
+    The selection uses the mini-batch's mean, so it is made before the split into micro-batches and does not depend on
+    it. `draw` seeds the random selection and is the same on all ranks.
     """
     trained_BR = mini.batch["response_mask"] > 0
-    mine = torch.stack([x[trained_BR] for x in (log_prob_BR, mini.batch["old_log_probs"], mini.batch["advantages"])])
-    rank, parts = 0, [mine]
+    own = torch.stack([x[trained_BR] for x in (log_prob_BR, mini.batch["old_log_probs"], mini.batch["advantages"])])
+    rank, parts = 0, [own]
     if dist.is_initialized():
         rank, parts = dist.get_rank(), parts * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
+        dist.all_gather_object(parts, own)
     log_prob_N, old_N, advantage_N = torch.cat(parts, dim=1)
     settings = loss_settings(config)
     if config.actor.policy_loss == "kl_cov":
@@ -103,7 +103,7 @@ def select_tokens(config: RunConfig, mini: DataProto, log_prob_BR: Tensor, draw:
         chosen_N = covariance_band(log_prob_N, old_N, advantage_N, settings, generator)
     start = sum(part.shape[1] for part in parts[:rank])
     selected_BR = torch.zeros_like(mini.batch["response_mask"])
-    selected_BR[trained_BR] = chosen_N[start : start + mine.shape[1]]
+    selected_BR[trained_BR] = chosen_N[start : start + own.shape[1]]
     return mini.union(DataProto({"selected_BR": selected_BR}))
 
 

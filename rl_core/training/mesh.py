@@ -1,7 +1,7 @@
-"""Where a rank computes: its device, the mesh over which weights are sharded, and the ranks that share sequences.
+"""Device, sharding mesh and sequence-parallel group of a rank.
 
-Ranks that follow each other are near each other (one machine): they share sequences, then shards; copies of the weights
-are farthest apart.
+Consecutive ranks are close to each other (on one machine): sequence parallelism uses the closest ranks, then sharding;
+replicas of the weights are farthest apart.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from rl_core.models.sequence_parallel import SequenceParallel
 
 @dataclass(frozen=True)
 class RankMesh:
-    """`mesh` has the dimension `shard`, and before it `replicate` where groups of ranks hold a copy each (HybridShard);
-    `parallel` is set where several ranks share each sequence."""
+    """`mesh` has the dimension `shard`, preceded by `replicate` if groups of ranks hold one copy each (HybridShard);
+    `parallel` is set if several ranks share each sequence."""
 
     device: torch.device
     mesh: DeviceMesh
@@ -23,7 +23,7 @@ class RankMesh:
 
 
 def make_rank_mesh(device: torch.device, world_size: int, shard_size: int, sequence_parallel_size: int) -> RankMesh:
-    """The place of this rank; all ranks of the process group call it together. The sizes divide `world_size`."""
+    """RankMesh of this rank; collective over all ranks of the process group. The sizes divide `world_size`."""
     if shard_size == world_size:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     else:

@@ -1,7 +1,7 @@
-"""Micro-batches by token budget, and the way between the padded view [B, R] and packed rows.
+"""Micro-batches by token budget, and conversion between the padded view [B, R] and packed rows.
 
-Rows come as a batch with `prompts` [B, P] and `responses` [B, R] (both right-padded) and their lengths
-`prompt_length`, `response_length` [B].
+Input batches have `prompts` [B, P] and `responses` [B, R] (both right-padded) and their lengths `prompt_length`,
+`response_length` [B].
 """
 
 from collections.abc import Iterator
@@ -19,28 +19,28 @@ from rl_core.training.mesh import RankMesh
 
 
 def split_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Row indices in as few balanced groups as hold at most `max_tokens` each, the heaviest first.
+    """Row indices in as few balanced groups of at most `max_tokens` tokens as possible, heaviest first.
 
-    All ranks take part, with the same number of rows each, and get the same number of groups. Raises InputError on
-    all of them when one rank has a row that alone is above the budget.
+    Collective over all ranks, which have the same number of rows and get the same number of groups. Raises InputError
+    on all ranks if any rank has a row above the budget.
     """
     longest = max(lengths)
     groups = _within_budget(lengths, max_tokens) if longest <= max_tokens else []
-    # FSDP gathers weights in every forward, so ranks must run the same number of them, or none at all.
-    wanted = torch.tensor([len(groups), longest])  # on the CPU also where there are GPUs, which need not wait for it
+    # FSDP gathers weights in every forward pass, so all ranks must run the same number of them, or none.
+    maxima = torch.tensor([len(groups), longest])  # on the CPU, to avoid a device sync
     if dist.is_initialized():
-        dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-    agreed, longest = wanted.tolist()
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    agreed, longest = maxima.tolist()
     if longest > max_tokens:
         raise InputError(
-            f"sequences of at most {max_tokens} tokens, what one micro-batch holds",
-            f"one of {longest} tokens",
+            f"sequences of at most {max_tokens} tokens, the budget of a micro-batch",
+            f"a sequence of {longest} tokens",
             "actor.max_tokens_per_micro_batch",
             f"set actor.max_tokens_per_micro_batch={longest}, or lower data.max_prompt_length or "
             "data.max_response_length",
         )
     while len(groups) < agreed:
-        # Not a new partition, which may be above the budget although it has more groups.
+        # Split the heaviest group: a new partition could exceed the budget although it has more groups.
         heaviest = max((group for group in groups if len(group) > 1), key=lambda group: _sum(lengths, group))
         groups.remove(heaviest)
         halves = balanced_parts([lengths[row] for row in heaviest], 2)
@@ -62,8 +62,8 @@ def _sum(lengths: list[int], rows: list[int]) -> int:
 
 
 class MicroBatch:
-    """Some rows of a batch, on the device: packed, with the indices `target_N` of all response tokens in the packed
-    row, and as `rows` their numbers per response token [B, R]."""
+    """Rows of a batch on the device: `packed` tokens, the indices `target_N` of all response tokens in the packed row,
+    and `rows` with the float columns of shape [B, R]."""
 
     def __init__(self, rows: DataProto, rank_mesh: RankMesh) -> None:
         prompts, responses = rows.batch["prompts"], rows.batch["responses"]
@@ -77,19 +77,19 @@ class MicroBatch:
         self.packed = Packed(ids_T, total_B.tolist(), rank_mesh.device, rank_mesh.parallel)
         self.target_N = to_device((first_B[:, None] + position_R)[real_BR], rank_mesh.device)
         self._real_BR = to_device(real_BR, rank_mesh.device)
-        # All that a loss reads, in one copy.
-        read = {name: x.float() for name, x in rows.batch.items() if x.is_floating_point() and x.shape == real_BR.shape}
-        columns = to_device(torch.stack([*read.values()]), rank_mesh.device) if read else ()
-        self.rows = DataProto(dict(zip(read, columns, strict=True)), rows.non_tensor_batch)
+        # Move all columns that a loss reads in a single copy.
+        used = {name: x.float() for name, x in rows.batch.items() if x.is_floating_point() and x.shape == real_BR.shape}
+        columns = to_device(torch.stack([*used.values()]), rank_mesh.device) if used else ()
+        self.rows = DataProto(dict(zip(used, columns, strict=True)), rows.non_tensor_batch)
 
     def pad(self, values_N: Tensor) -> Tensor:
-        """Values of the response tokens [N] as [B, R], 0 behind the end of a response."""
+        """Values of the response tokens [N] as [B, R], 0 after the end of a response."""
         padded_BR = torch.zeros(self._real_BR.shape, dtype=values_N.dtype, device=values_N.device)
         return padded_BR.masked_scatter(self._real_BR, values_N)
 
 
 def micro_batches(rows: DataProto, max_tokens: int, rank_mesh: RankMesh) -> Iterator[tuple[list[int], MicroBatch]]:
-    """The rows in micro-batches of at most `max_tokens` tokens, with each one's row indices."""
+    """Yields micro-batches of at most `max_tokens` tokens with their row indices."""
     lengths = (rows.batch["prompt_length"] + rows.batch["response_length"]).tolist()
     for indices in split_by_tokens(lengths, max_tokens):
         yield indices, MicroBatch(rows[indices], rank_mesh)

@@ -1,7 +1,7 @@
-"""Reading of checkpoints by torch.distributed.checkpoint without running what is in them.
+"""Reads checkpoints of torch.distributed.checkpoint without executing code in them.
 
-torch keeps the table of a checkpoint's tensors as a pickle and reads it as any pickle, which may name any function to
-call. Here it may name what a table of tensors is made of; objects, which torch would unpickle as well, are none.
+torch stores a checkpoint's table of tensors as a pickle and unpickles it without restrictions, so it could call any
+function. Here only the types of a tensor table are allowed; pickled objects, which torch would also load, are rejected.
 """
 
 import pickle
@@ -31,20 +31,20 @@ _NAMES = {
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
+            raise pickle.UnpicklingError(f"it references {module}.{name}")
         return super().find_class(module, name)
 
 
 class TensorReader(FileSystemReader):
-    """Reads the tensors of a checkpoint in a folder of this machine, and runs nothing of it."""
+    """Reads the tensors of a checkpoint in a local folder without executing anything in it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InputError for a checkpoint that holds, or whose table names, anything but tensors."""
+        """Raises InputError for a checkpoint that contains, or whose table references, anything but tensors."""
         super().__init__(path)
-        self._table = _read_table(path / METADATA)  # torch would look for another table when its own call failed
+        self._table = _read_table(path / METADATA)  # read here: if torch's own read fails, it tries another table
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table of the checkpoint's tensors."""
+        """Table of the checkpoint's tensors."""
         self._table.storage_meta = StorageMeta(load_id=self.load_id)
         return self._table
 
@@ -56,21 +56,21 @@ def _read_table(file: Path) -> Metadata:
         _check(table)
     except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, ImportError, IndexError) as error:
         raise InputError(
-            "a checkpoint as this project writes it: tensors and a table of them",
+            "a checkpoint written by Rollforward: tensors and a table of them",
             f"{type(error).__name__}: {error}",
             str(file),
-            "find out who changed it; remove the folder of its step to continue from the one before",
+            "find out who changed it; to resume from the previous checkpoint, remove the folder of this step",
         ) from error
     assert isinstance(table, Metadata)
     return table
 
 
 def _check(table: Any) -> None:
-    """Raises ValueError unless the table is one of files beside it."""
+    """Raises ValueError unless the table references only untransformed files in its own folder."""
     if not isinstance(table, Metadata):
         raise ValueError(f"a {type(table).__name__} instead of a table")
     for entry in (table.storage_data or {}).values():
         if Path(entry.relative_path).name != entry.relative_path:
-            raise ValueError(f"{entry.relative_path!r} is no file of this folder")
+            raise ValueError(f"{entry.relative_path!r} is not a file in this folder")
         if entry.transform_descriptors:
             raise ValueError(f"{entry.relative_path} is transformed")

@@ -61,7 +61,7 @@ def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str)
         (["tracking.uri=http://127.0.0.1:9"], "MLflow"),
         (["agent.tools=[calculater]"], "did you mean calculator"),
         (["agent.environment=no_module_here:Game"], "ModuleNotFoundError"),
-        (["agent.mcp_servers=[http://127.0.0.1:9/mcp]"], "127.0.0.1:9 does not list its tools"),
+        (["agent.mcp_servers=[http://127.0.0.1:9/mcp]"], "127.0.0.1:9 did not list its tools"),
         (["rollout={tensor_parallel_size: 2, ranks_per_node: 4}", "model.tiny.heads=2"], "engines of 2"),
     ],
 )

@@ -63,6 +63,6 @@ def test_a_folder_without_some_weights_is_an_error_that_names_them(folder: Path)
     weights.pop(removed)
     save_file(weights, folder / "model.safetensors")
     model = empty_causal_lm(folder)
-    with pytest.raises(InputError, match=f"none for 1, such as {removed}"):
+    with pytest.raises(InputError, match=f"no weights for 1 of them, such as {removed}"):
         load_weights(model, model, folder, CPU)
     assert isinstance(model, nn.Module) and next(model.parameters()).device.type == "meta"

@@ -55,8 +55,8 @@ BUGS = (
     Bug(
         "stale sampler",
         "rl_core/rollout/engine/vllm_engine.py",
-        "            written = self._load(noted())",
-        "            written = self._parameters | {name for name, _ in noted()}",
+        "            written = self._load(recorded())",
+        "            written = self._parameters | {name for name, _ in recorded()}",
         ("tests/rollout/engine/test_vllm_engine.py::test_greedy_is_the_plain_models_whatever_the_seed",),
     ),
     Bug(

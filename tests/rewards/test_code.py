@@ -70,7 +70,7 @@ def test_the_last_closed_block_of_python_counts(text: str, found: str | None) ->
     "truth", [{}, {"tests": []}, {"inputs": ["1"], "outputs": []}, {"tests": ["1"], "inputs": ["1"]}]
 )
 def test_a_ground_truth_without_tests_is_an_error(truth: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="a ground truth of code has"):
+    with pytest.raises(ValueError, match="the ground truth for code needs"):
         code(block(ADD), row(**truth))
 
 
@@ -114,7 +114,7 @@ def test_it_has_neither_credentials_nor_input_nor_much_room(monkeypatch: pytest.
     assert code(block("print('1' * 3000000)"), row(inputs=[""], outputs=["1" * 3000000]))["score"] == 0.0
 
 
-@pytest.mark.skipif(not NAMESPACES, reason="the kernel refuses user namespaces")
+@pytest.mark.skipif(not NAMESPACES, reason="the kernel denies user namespaces")
 def test_it_reaches_neither_the_network_nor_other_processes() -> None:
     pid = os.getpid()
     loopback = "assert [line.split()[0] for line in open('/proc/thread-self/net/dev')][2:] == ['lo:']"

@@ -105,7 +105,7 @@ def test_what_the_judge_cannot_answer_is_a_failure_that_does_not_tell_the_key(se
     )
     assert [(result.score, result.status) for result in results] == [(None, "error")] * 5 + [(1.0, "ok")]
     details = [result.detail for result in results]
-    assert "no score" in details[0] and "401" in details[1] and "bad key ***" in details[1]
+    assert "no match of reward.judge.score" in details[0] and "401" in details[1] and "bad key ***" in details[1]
     assert not any(KEY in detail for detail in details)
     assert len(server.questions) == 6
     assert judged(config(server, retries=0, timeout_s=0.3), "sleep 1")[0].status == "timeout"
@@ -136,7 +136,7 @@ def test_a_field_of_json_is_the_score(server: Server) -> None:
 def test_a_judge_that_cannot_be_asked_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="reward.judge.url"):
         check_scorers(RewardConfig(), {"judge": "row 1"})
-    with pytest.raises(InputError, match="without user and password") as raised:
+    with pytest.raises(InputError, match="a URL without credentials") as raised:
         check_judge(JudgeConfig(url=f"http://me:{KEY}@host/v1", model="m"))
     assert KEY not in str(raised.value)
     with pytest.raises(InputError, match="environment variable"):

@@ -87,7 +87,7 @@ def test_memory_and_rewards_of_a_scorer_are_limited() -> None:
 def test_what_scorers_print_is_limited(capfd: pytest.CaptureFixture[str]) -> None:
     assert scored(["print", "print", "fine"]) == [RewardResult(0.5, "ok")] * 3
     printed = capfd.readouterr().out
-    assert printed.count("x") <= 1_000_000 and printed.count("is left out") == 1
+    assert printed.count("x") <= 1_000_000 and printed.count("is omitted") == 1
 
 
 def test_further_scorers_are_weighted_added_and_named() -> None:

@@ -129,7 +129,7 @@ def test_tools_are_found_by_name_and_called_by_the_name_in_their_schema() -> Non
         (("tools_for_tests:absent",), "absent"),
         (("no_module_here:x",), "ModuleNotFoundError"),
         (("tools_for_tests:no_hint",), "'b' has no type hint"),
-        (("tools_for_tests:NoSchema",), "neither `arguments` nor a `schema`"),
+        (("tools_for_tests:NoSchema",), "defines neither `arguments` nor `schema`"),
         (("tools_for_tests:NoExecute",), "no method `execute`"),
         (("tools_for_tests:Countdown",), "is a Countdown"),
         (("calculator", "calculator"), "two tools named 'calculator'"),

@@ -58,7 +58,7 @@ def test_a_function_in_the_table_is_not_called(engine: TrainEngine, saved: Path,
     assert (tmp_path / "ran").exists(), "the plant does not work"
     (tmp_path / "ran").unlink()
     (saved / METADATA).write_bytes(planted)
-    refused(engine, saved, "it names posix.system")
+    refused(engine, saved, "it references posix.system")
     assert not (tmp_path / "ran").exists()
 
 
@@ -66,7 +66,7 @@ def test_a_function_inside_a_right_table_is_not_called(engine: TrainEngine, save
     table: Metadata = FileSystemReader(saved).read_metadata()
     table.planner_data = Planted(tmp_path / "ran")
     (saved / METADATA).write_bytes(pickle.dumps(table))
-    refused(engine, saved, "it names posix.system")
+    refused(engine, saved, "it references posix.system")
     assert not (tmp_path / "ran").exists()
 
 
@@ -85,7 +85,7 @@ def test_an_object_instead_of_a_tensor_is_not_unpickled(engine: TrainEngine, sav
     dcp.load(engine.state(), checkpoint_id=saved)
     assert (tmp_path / "ran").exists(), "torch alone does not run it either"
     (tmp_path / "ran").unlink()
-    refused(engine, saved, "it names torch.distributed.checkpoint.metadata.BytesStorageMetadata")
+    refused(engine, saved, "it references torch.distributed.checkpoint.metadata.BytesStorageMetadata")
     assert not (tmp_path / "ran").exists()
 
 
@@ -94,7 +94,7 @@ def test_shards_elsewhere_are_not_read(engine: TrainEngine, saved: Path, path: s
     table: Metadata = FileSystemReader(saved).read_metadata()
     next(iter(table.storage_data.values())).relative_path = path
     (saved / METADATA).write_bytes(pickle.dumps(table))
-    refused(engine, saved, "is no file of this folder")
+    refused(engine, saved, "is not a file in this folder")
 
 
 @pytest.mark.parametrize("text", [b"", b"cut", pickle.dumps([1, 2])], ids=["empty", "cut", "other"])

@@ -1,7 +1,7 @@
-"""The life of a trajectory over a rollout engine: PENDING → RUNNING ⇄ TOOL_CALLING → COMPLETED or FAILED.
+"""Runs trajectories on a rollout engine: PENDING → RUNNING ⇄ TOOL_CALLING → COMPLETED or FAILED.
 
-One asyncio task a trajectory; whatever is asked of the engine at the same time is decoded together. A single turn is
-a conversation without anyone who answers.
+There is one asyncio task per trajectory; the engine batches their concurrent requests. A single-turn rollout is a
+conversation without a responder.
 """
 
 import asyncio
@@ -18,37 +18,37 @@ from rl_core.rollout.trajectory import Trajectory, TrajectoryState, to_batch
 
 
 class TurnResponder(Protocol):
-    """Who answers the policy's turns in one conversation."""
+    """Replies to the policy's turns in one conversation."""
 
     async def answer(self, trajectory: Trajectory) -> list[int] | None:
-        """The tokens that follow the last turn, up to the start of the next one; None when the conversation is over.
+        """Tokens of the reply to the last turn, up to the start of the next turn; None if the conversation is over.
 
-        Notes calls, rewards and failures in the trajectory.
+        Records calls, rewards and failures in the trajectory.
         """
         ...
 
     async def finish(self, trajectory: Trajectory) -> None:
-        """Adds the last rewards to a trajectory that has ended well."""
+        """Adds the final rewards to a trajectory that has not failed."""
         ...
 
     async def release(self) -> None:
-        """Lets go of what the conversation held."""
+        """Releases the resources of the conversation."""
         ...
 
 
-class Partners(Protocol):
-    """Makes the responder of each conversation."""
+class Responders(Protocol):
+    """Creates the responder of each conversation."""
 
     async def open(self, trajectory: Trajectory) -> TurnResponder:
-        """The responder of a trajectory, which may add to its prompt."""
+        """Creates the responder of a trajectory; it may extend the prompt."""
         ...
 
 
 class Scoring(Protocol):
-    """Gives trajectories their scores."""
+    """Scores trajectories."""
 
     async def score(self, trajectory: Trajectory) -> RewardResult:
-        """The result of a trajectory that has ended."""
+        """Result of a trajectory that has ended."""
         ...
 
 
@@ -57,30 +57,30 @@ async def roll_out(
     prompts: DataProto,
     sampling: Sampling,
     config: AgentConfig,
-    responders: Partners | None = None,
+    responders: Responders | None = None,
     scoring: Scoring | None = None,
 ) -> DataProto:
-    """Conversations on the rows' `prompt_ids` with the rows' `seed`, joined to the rows as `to_batch` describes.
+    """Runs a conversation for each row from its `prompt_ids` and `seed`; adds the columns of `to_batch` to the rows.
 
-    `sampling.max_tokens` is the room for a whole response, which is all turns and all answers to them. Without
-    log-probs there is no column `rollout_log_probs`. Each trajectory is scored as it ends, while others go on; the
-    scores are columns as `score_columns` describes, and absent where prompts have no `row`.
+    `sampling.max_tokens` is the budget of a whole response: all turns and all replies to them. Without log-probs there
+    is no column `rollout_log_probs`. Each trajectory is scored as soon as it ends, while others continue; the columns
+    of `score_columns` are added if the prompts have `row`.
     """
     rows = prompts.non_tensor_batch
-    given: Any = rows.get("row", [{}] * len(prompts))
+    source_rows: Any = rows.get("row", [{}] * len(prompts))
     trajectories = [
         Trajectory(list(ids), int(seed), row)
-        for ids, seed, row in zip(rows["prompt_ids"], rows["seed"], given, strict=True)
+        for ids, seed, row in zip(rows["prompt_ids"], rows["seed"], source_rows, strict=True)
     ]
     scoring = scoring if "row" in rows else None
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(_lived_and_scored(trajectory, engine, sampling, config, responders, scoring))
+                group.create_task(_run_and_score(trajectory, engine, sampling, config, responders, scoring))
                 for trajectory in trajectories
             ]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # its kind decides about a retry
+        raise errors.exceptions[0] from None  # its type decides whether the attempt is retried
     finally:
         engine.finish_batch()
     batch = to_batch(trajectories, sampling.max_tokens)
@@ -92,27 +92,27 @@ async def roll_out(
     return prompts.union(batch)
 
 
-async def _lived_and_scored(
+async def _run_and_score(
     trajectory: Trajectory,
     engine: RolloutEngine,
     sampling: Sampling,
     config: AgentConfig,
-    responders: Partners | None,
+    responders: Responders | None,
     scoring: Scoring | None,
 ) -> tuple[float, RewardResult | None]:
-    """When the trajectory ended, and what its score is."""
-    await live(trajectory, engine, sampling, config, responders)
+    """Time at which the trajectory ended (monotonic clock, seconds), and its score."""
+    await run_trajectory(trajectory, engine, sampling, config, responders)
     return time.monotonic(), await scoring.score(trajectory) if scoring else None
 
 
-async def live(
+async def run_trajectory(
     trajectory: Trajectory,
     engine: RolloutEngine,
     sampling: Sampling,
     config: AgentConfig,
-    responders: Partners | None,
+    responders: Responders | None,
 ) -> None:
-    """Leads one trajectory from PENDING to its end."""
+    """Runs one trajectory from PENDING to COMPLETED or FAILED."""
     responder = None
     try:
         async with asyncio.timeout(config.timeout_s) as deadline:
@@ -123,7 +123,7 @@ async def live(
     except TimeoutError:
         if not deadline.expired():
             raise
-        trajectory.fail("timeout", f"no end within agent.timeout_s={config.timeout_s:g} s")
+        trajectory.fail("timeout", f"the conversation exceeded agent.timeout_s={config.timeout_s:g} s")
     finally:
         if responder:
             await responder.release()
@@ -138,10 +138,10 @@ async def _converse(
 ) -> None:
     while trajectory.state is not TrajectoryState.FAILED:
         trajectory.state = TrajectoryState.RUNNING
-        room = sampling.max_tokens - len(trajectory.response_ids)
+        budget = sampling.max_tokens - len(trajectory.response_ids)
         seed = (trajectory.seed + trajectory.turns) % 2**32
         ids = trajectory.prompt_ids + trajectory.response_ids
-        trajectory.take(await engine.generate(ids, seed, replace(sampling, max_tokens=room)))
+        trajectory.take(await engine.generate(ids, seed, replace(sampling, max_tokens=budget)))
         if not trajectory.response_mask[trajectory.answer_start :]:
             trajectory.fail("empty", "the rollout engine sampled no token")
             break
@@ -153,7 +153,7 @@ async def _converse(
         if trajectory.turns == config.max_turns:
             trajectory.stop_reason = "max_turns"
             break
-        if len(answer) >= room - (len(trajectory.response_ids) - trajectory.answer_start):
+        if len(answer) >= budget - (len(trajectory.response_ids) - trajectory.answer_start):
             trajectory.stop_reason = "length"
             break
         trajectory.append(answer)

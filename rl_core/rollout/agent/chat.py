@@ -1,7 +1,7 @@
-"""What the chat template writes between a sampled turn and the next one, as token ids to append.
+"""Token ids that the chat template puts between a sampled turn and the next one.
 
-Sampled ids are never made from text again, so the template must only ever append: no message may change what comes
-before it.
+Sampled ids are never re-tokenized from text, so the template must be append-only: no message may change the text before
+it.
 """
 
 import itertools
@@ -20,16 +20,16 @@ Message = dict[str, Any]
 QUESTION = "sentinelquestion"
 REASONING = "sentinelreasoning"
 ANSWER = "sentinelanswer"
-# Templates that drop the reasoning of earlier turns are found by it.
+# Detects templates that drop the reasoning of earlier turns.
 TURN = {"role": "assistant", "content": f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"}
 OPENING = [{"role": "user", "content": QUESTION}, TURN]
 CUT = "\n[… {} tokens cut …]\n"
 SHOWN = 40
-"""Characters that an error shows around a difference."""
+"""Number of characters that an error shows on each side of a difference."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, used only to append."""
+    """A tokenizer's chat template, used only for appending messages."""
 
     def __init__(
         self,
@@ -40,25 +40,25 @@ class ChatTemplate:
     ) -> None:
         """`tools` are OpenAI tool schemas; `kinds` are the roles that will be appended.
 
-        Raises InputError, with the first difference, when a message of one of these roles is refused, left out, or
-        changes the text before it.
+        Raises InputError, with the first difference, if the template rejects or omits a message of one of these roles,
+        or changes the text before it.
         """
         self._tokenizer, self._tools = tokenizer, cast(Any, tools or None)
         text = self._render(OPENING, "assistant", starts_turn=False)
         for part in QUESTION, REASONING, ANSWER:
-            self._require(part in text, f"{part!r} is left out", "assistant")
+            self._require(part in text, f"{part!r} is omitted", "assistant")
         self._opening = _from(QUESTION, text)
         self._check(kinds)
         closing = self._ids(_after_answer(self._opening))
-        # The stop token with which the template closes a turn; a template may have none.
+        # Index of the stop token with which the template closes a turn; None if it closes turns without one.
         self._end = next((i for i, token in enumerate(closing) if token in stop_token_ids), None)
 
     def appended_ids(self, messages: list[Message], last_id: int) -> list[int]:
-        """Token ids that come after a sampled turn that ended in `last_id`: the rest of its closing, the messages and
-        the start of the next turn.
+        """Token ids after a sampled turn that ended with `last_id`: the rest of its closing, the messages and the start
+        of the next turn.
 
-        The template's own end token is among them when another one was sampled. Raises InputError when the template
-        refuses the messages.
+        They include the template's end token if a different one was sampled. Raises InputError if the template rejects
+        the messages.
         """
         ids = self._ids(self._suffix(messages))
         if self._end is None:
@@ -66,9 +66,9 @@ class ChatTemplate:
         return ids[self._end + (ids[self._end] == last_id) :]
 
     def cut(self, text: str, max_tokens: int) -> str:
-        """The text, or when it is longer than `max_tokens` tokens its beginning and end with a note between.
+        """The text; if longer than `max_tokens` tokens, its beginning and end with a note in between.
 
-        Where there is no room for the note it is the beginning alone.
+        If the note does not fit, only the beginning.
         """
         text = _clean(text)
         spans = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -77,7 +77,7 @@ class ChatTemplate:
             return text
         keep = max_tokens - len(self._ids(CUT.format(len(spans))))
         while keep >= 2:
-            # Bounded by tokens that go: a character of several tokens stays or goes as a whole.
+            # Cut at the boundaries of removed tokens, so that a multi-token character is kept or removed as a whole.
             front, back = text[: spans[(keep + 1) // 2][0]], text[spans[-(keep // 2) - 1][1] :]
             shorter = front + CUT.format(len(spans) - keep) + back
             excess = len(self._ids(shorter)) - max_tokens
@@ -88,7 +88,7 @@ class ChatTemplate:
 
     def _suffix(self, messages: list[Message]) -> str:
         role = messages[-1]["role"]
-        # What comes before the first question may change with the day.
+        # Text before the first question may contain the current date.
         text = _from(QUESTION, self._render([*OPENING, *messages], role, starts_turn=True))
         self._require_start(self._opening, text, role)
         return _after_answer(text)
@@ -101,7 +101,7 @@ class ChatTemplate:
                 message = {"role": role, "content": f"sentinel{role}{number}"}
                 talk.append(message)
                 longer = self._render(talk, role, starts_turn=True)
-                self._require(message["content"] in longer, f"{message['content']!r} is left out", role)
+                self._require(message["content"] in longer, f"{message['content']!r} is omitted", role)
                 before = text[: text.rindex(ANSWER) + len(ANSWER)]
                 self._require_start(before + self._suffix([message]), longer, role)
                 talk.append(TURN)
@@ -120,24 +120,24 @@ class ChatTemplate:
             raise self._error(f"{type(error).__name__}: {error}", role) from error
         return str(text)
 
-    def _require(self, holds: bool, otherwise: str, role: str) -> None:
-        if not holds:
-            raise self._error(otherwise, role)
+    def _require(self, condition: bool, problem: str, role: str) -> None:
+        if not condition:
+            raise self._error(problem, role)
 
     def _require_start(self, start: str, text: str, role: str) -> None:
         if text.startswith(start):
             return
         at = next((i for i, (a, b) in enumerate(zip(start, text, strict=False)) if a != b), len(text))
-        where = slice(max(at - SHOWN, 0), at + SHOWN)
-        raise self._error(f"text before it changes from {start[where]!r} to {text[where]!r}", role)
+        excerpt = slice(max(at - SHOWN, 0), at + SHOWN)
+        raise self._error(f"text before it changes from {start[excerpt]!r} to {text[excerpt]!r}", role)
 
     def _error(self, seen: str, role: str) -> InputError:
         return InputError(
-            "a chat template that takes this role and leaves what comes before a message as it is",
+            "a chat template that accepts this role and does not change the text before a message",
             f"after a message of role {role}: {seen}",
             f"chat template of {self._tokenizer.name_or_path or 'the tokenizer'}, role {role}",
-            "put an append-only template as chat_template.jinja beside the tokenizer's files: one that writes every "
-            "message whole, reasoning included, whatever comes after it",
+            "add an append-only template as chat_template.jinja to the tokenizer's folder: one that always renders "
+            "every message in full, including its reasoning",
         )
 
     def _ids(self, text: str) -> list[int]:
@@ -153,5 +153,5 @@ def _after_answer(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """The text without lone surrogates, which no tokenizer takes."""
+    """The text with lone surrogates replaced, which tokenizers reject."""
     return text.encode("utf-8", "replace").decode("utf-8")

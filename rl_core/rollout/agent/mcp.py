@@ -1,4 +1,4 @@
-"""Tools of MCP servers: one session a server, shared by all trajectories of a rollout engine."""
+"""Tools of MCP servers: one session per server, shared by all trajectories of a rollout engine."""
 
 import asyncio
 import itertools
@@ -23,25 +23,25 @@ from rl_core.rollout.call_pool import MAX_MESSAGE
 from rl_core.rollout.tools import function_schema
 
 CONNECT_S = 60.0
-"""Time that a server has to come up and list its tools."""
+"""Time limit in seconds for a server to start and list its tools."""
 CLOSE_S = 10.0
-"""Time that a session has to end; mcp itself kills a server that stays."""
-FORGOTTEN = "Session terminated"
-"""What mcp says when a server that was started anew does not know the session."""
+"""Time limit in seconds for closing a session; mcp itself kills a server that does not exit."""
+SESSION_LOST = "Session terminated"
+"""Message of mcp if a restarted server does not know the session."""
 WHERE = "agent.mcp_servers"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _ASSIGNMENT = re.compile(r"\w+=(.*)", re.DOTALL)
 
 
 class McpServer:
-    """A session with one server, from `start` to `close`; a session that died is opened again by the next call.
+    """A session with one server, from `start` to `close`; the next call reopens a session that died.
 
     The setting is a URL (streamable HTTP) or a command line (stdio); variables such as `$TOKEN` are taken from the
-    environment. Neither they nor a URL's credentials come up in any error.
+    environment. Errors never contain their values or a URL's credentials.
     """
 
     def __init__(self, setting: str, timeout_s: float) -> None:
-        """Raises InputError when the setting is neither a URL nor a command line."""
+        """Raises InputError if the setting is neither a URL nor a command line."""
         self._timeout_s = timeout_s
         self._is_url = setting.startswith(("http://", "https://"))
         try:
@@ -49,8 +49,8 @@ class McpServer:
         except ValueError as error:
             raise InputError("a URL or a command line", str(error), WHERE, "close the quotation") from None
         if not parts:
-            raise InputError("a URL or a command line", "an empty text", WHERE, "leave it out")
-        for name in ("httpx2", "mcp"):  # their lines have whole URLs
+            raise InputError("a URL or a command line", "an empty string", WHERE, "remove it")
+        for name in ("httpx2", "mcp"):  # their log lines contain full URLs
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._parts = [os.path.expandvars(part) for part in parts]
         self._secrets = _secrets(parts, self._parts)
@@ -62,7 +62,7 @@ class McpServer:
         self.tools: dict[str, dict[str, Any]] = {}
 
     async def start(self) -> None:
-        """Connects and lists the tools; raises InputError or TransientError when that cannot be done."""
+        """Connects and lists the tools; raises InputError for an invalid command, TransientError for other failures."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 client = await self._live_client()
@@ -75,18 +75,18 @@ class McpServer:
         }
 
     async def close(self) -> None:
-        """Ends the session and, where it was started by a command, the server."""
+        """Ends the session and, if it was started by a command, the server."""
         owner, client, self._owner, self._client = self._owner, self._client, None, None
         if owner is None:
             return
-        if client is not None:  # one that still connects is not told but cancelled
+        if client is not None:  # a session that is still connecting is cancelled instead
             self._stop.set()
             await asyncio.wait({owner}, timeout=CLOSE_S)
         owner.cancel()
         await asyncio.wait({owner})
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
-        """How a call of one of its tools ends, with a new session when the present one is dead."""
+        """Outcome of a call of one of the server's tools; reopens a dead session and retries once."""
         begin = time.monotonic()
         for _ in range(2):
             client: Client | None = None
@@ -100,10 +100,10 @@ class McpServer:
                     break
                 return self._failed("timeout", f"no answer within {self._timeout_s:g} s", begin)
             except MCPError as error:
-                if error.code != CONNECTION_CLOSED and error.message != FORGOTTEN:
+                if error.code != CONNECTION_CLOSED and error.message != SESSION_LOST:
                     return self._failed("error", error.message, begin)
                 await self._drop(client)
-            except Exception:  # transports raise what they like; their texts may have secrets
+            except Exception:  # transports can raise anything; their messages may contain secrets
                 await self._drop(client)
         return self._failed("error", f"MCP server {self.label} does not answer", begin)
 
@@ -131,11 +131,11 @@ class McpServer:
 
     async def _drop(self, client: Client | None) -> None:
         async with self._lock:
-            if self._client is client:  # another call may have opened a new session meanwhile
+            if self._client is client:  # otherwise another call has already opened a new session
                 await self.close()
 
     async def _own(self, ready: "asyncio.Future[Client]", stop: asyncio.Event) -> None:
-        """The one task that enters and leaves the session, as its cancel scopes ask for."""
+        """Enters and leaves the session in a single task, as its cancel scopes require."""
         try:
             async with self._session() as client:
                 if not ready.done():
@@ -162,18 +162,18 @@ class McpServer:
         if not self._is_url and isinstance(error, OSError) and not isinstance(error, TimeoutError):
             seen = f"'{self.label}' ({type(error).__name__})"
             return InputError("a command that can be started", seen, WHERE, "check the command and PATH")
-        return TransientError(f"MCP server {self.label} does not list its tools ({_reason(error)})")
+        return TransientError(f"MCP server {self.label} did not list its tools ({_reason(error)})")
 
 
 class McpTool:
-    """A tool of a server as one trajectory has it: the row's `execute_kwargs` win over the policy's arguments."""
+    """A server's tool in one trajectory; the row's `execute_kwargs` take precedence over the policy's arguments."""
 
     def __init__(self, server: McpServer, name: str, kwargs: dict[str, dict[str, Any]]) -> None:
         self.schema = server.tools[name]
         self._server, self._name, self._fixed = server, name, kwargs.get("execute_kwargs", {})
 
     async def call(self, arguments: dict[str, Any]) -> ToolOutcome:
-        """How one call ends."""
+        """Outcome of one call."""
         return await self._server.call(self._name, {**arguments, **self._fixed})
 
 
@@ -192,16 +192,16 @@ def _block_text(block: Any) -> str:
 
 
 def _command(parts: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The variables of `env NAME=VALUE … COMMAND`, which everybody could read on a command line, and the command."""
-    words = list(itertools.dropwhile(_ASSIGNMENT.fullmatch, parts[1:]))
-    if parts[0] != "env" or not words or words[0].startswith("-"):
+    """Variables and command of `env NAME=VALUE … COMMAND`: on a command line, other users could read the values."""
+    command = list(itertools.dropwhile(_ASSIGNMENT.fullmatch, parts[1:]))
+    if parts[0] != "env" or not command or command[0].startswith("-"):
         return {}, parts
-    given = parts[1 : len(parts) - len(words)]
-    return {name: value for name, _, value in (word.partition("=") for word in given)}, words
+    assignments = parts[1 : len(parts) - len(command)]
+    return {name: value for name, _, value in (each.partition("=") for each in assignments)}, command
 
 
 def _secrets(written: list[str], expanded: list[str]) -> list[str]:
-    """What must not be shown: values of variables and assignments, and a URL's credentials and query."""
+    """Strings to redact: values of variables and assignments, and a URL's credentials and query."""
     names = [name for part in written for pair in _VARIABLE.findall(part) for name in pair if name]
     values = [os.environ.get(name, "") for name in names]
     values += [match[1] for part in expanded if (match := _ASSIGNMENT.fullmatch(part))]
@@ -213,13 +213,13 @@ def _secrets(written: list[str], expanded: list[str]) -> list[str]:
 
 
 def _label(parts: list[str]) -> str:
-    """A name for messages: host and port of a URL, or the command's program."""
+    """Server name for messages: host and port of a URL, or the program of a command."""
     first = next((part for part in parts if part != "env" and not _ASSIGNMENT.fullmatch(part)), parts[0])
     return urlsplit(first).netloc.rpartition("@")[2] or PurePath(first).name
 
 
 def _reason(error: BaseException) -> str:
-    """The type of what went wrong; its text may have secrets."""
+    """Type of the error, without its message, which may contain secrets."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return type(error).__name__

@@ -1,7 +1,7 @@
-"""Tool calls in the text of a model's turn, one parser a form of writing them.
+"""Parsers for tool calls in the text of a model's turn, one per call format.
 
-The text is a stranger's: nothing of it is evaluated, the time is linear in its length, and what cannot be read becomes
-a call with an error for the model, never an exception.
+The text is untrusted: nothing in it is evaluated, parsing time is linear in its length, and an unreadable call becomes
+a call with an error message for the model, never an exception.
 """
 
 import ast
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CALLS = 1000
-"""Calls in one turn; what follows them is one broken call."""
+"""Maximum number of calls in one turn; the rest becomes one broken call."""
 MAX_DEPTH = 64
-"""Levels of lists and objects in a call's arguments, so that whatever handles them later can recurse."""
+"""Maximum nesting depth of a call's arguments, so that later code can recurse safely."""
 MAX_PYTHON = 100_000
-"""Characters of a turn that Python's own parser is given."""
+"""Maximum length in characters of a turn passed to Python's parser."""
 
 Schemas = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the model asks for; with an `error`, which is said to the model, there is nothing to run."""
+    """A tool call requested by the model; a call with an `error` is not run, and the model gets the error."""
 
     name: str
     arguments: dict[str, Any]
@@ -34,14 +34,14 @@ class ToolCall:
 
 Parser = Callable[[str, Schemas], tuple[str, list[ToolCall]]]
 Reader = Callable[[str, Schemas], Iterator[str | ToolCall]]
-"""Gives the pieces of a turn in their order: text outside of calls, and calls."""
+"""Yields the pieces of a turn in order: text outside of calls, and calls."""
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _JSON = json.JSONDecoder()
 _JSON_CALL_BEGINS = re.compile(r'\s*\{\s*"name"\s*:')
 _PYTHON_CALL_BEGINS = re.compile(r"\[\s*[^\W\d][\w.]*\s*\(\s*(?:\)|[^\W\d]\w*\s*=)")
-# Templates and models write these as Python does, too.
+# Both JSON and Python spellings occur; keys are lower case.
 _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "none": None}
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -77,9 +77,9 @@ def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
 
 def _llama3(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
     before, tag, rest = text.partition("<|python_tag|>")
-    # Without the tag, JSON is a call only when it is the whole turn's beginning and has the members of one.
-    surely = bool(tag)
-    if surely:
+    # Without the tag, JSON is a call only if the turn starts with it and it has the keys of a call.
+    is_call = bool(tag)
+    if is_call:
         yield before
     else:
         rest = text
@@ -88,13 +88,13 @@ def _llama3(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
         try:
             value, at = _read_json(rest, at)
         except ValueError as problem:
-            yield _broken(problem) if surely or _JSON_CALL_BEGINS.match(rest) else rest
+            yield _broken(problem) if is_call or _JSON_CALL_BEGINS.match(rest) else rest
             return
-        if not surely and not (isinstance(value, dict) and {"name", "parameters"} <= value.keys()):
+        if not is_call and not (isinstance(value, dict) and {"name", "parameters"} <= value.keys()):
             yield rest
             return
         yield _object_call(value, "parameters")
-        surely = True
+        is_call = True
         at = _skip(rest, at)
         separated = rest.startswith(";", at)
         at = _skip(rest, at + separated)
@@ -161,12 +161,12 @@ PARSERS: dict[str, Parser] = {
     "mistral": functools.partial(_parse, _mistral),
     "pythonic": functools.partial(_parse, _pythonic),
 }
-"""Text of a turn (with special tokens, without the stop token) and the tools' parameter schemas by name → text outside
-of the calls, calls. The schemas give parameters that are written as bare text their types."""
+"""Map (text of a turn with special tokens but without the stop token, parameter schemas by tool name) to (text outside
+of calls, calls). The schemas provide the types of parameters written as bare text."""
 
 
 def _tagged(text: str, read: Callable[[str], tuple[ToolCall, int]]) -> Iterator[str | ToolCall]:
-    """The pieces of a turn with calls in `<tool_call>…</tool_call>`."""
+    """Pieces of a turn with calls in `<tool_call>…</tool_call>`."""
     outside, *blocks = text.split("<tool_call>")
     yield outside
     for block in blocks:
@@ -193,7 +193,7 @@ def _call(name: Any, arguments: dict[str, Any]) -> ToolCall:
     if _deeper(arguments, MAX_DEPTH):
         return _broken("its arguments are nested too deeply")
     try:
-        json.dumps(arguments)  # as they are kept and sent; Python writes no integer of more than 4,300 digits
+        json.dumps(arguments)  # must be serialisable; Python rejects integers of more than 4,300 digits
     except ValueError:
         return _broken("a number among its arguments is too long")
     return ToolCall(name, arguments)
@@ -211,7 +211,7 @@ def _deeper(value: Any, levels: int) -> bool:
 
 
 def _read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value from `start` on, and where it ends."""
+    """JSON value at `start`, and the index of its end."""
     try:
         return _JSON.raw_decode(text, _skip(text, start))
     except json.JSONDecodeError as error:
@@ -227,7 +227,7 @@ def _skip(text: str, start: int) -> int:
 
 
 def _expect(text: str, start: int, token: str) -> int:
-    """Where the token ends that comes next, white space aside."""
+    """Index of the end of the expected token, after optional white space."""
     start = _skip(text, start)
     if not text.startswith(token, start):
         raise ValueError(f"{token} is missing at character {start}")
@@ -235,7 +235,7 @@ def _expect(text: str, start: int, token: str) -> int:
 
 
 def _until(text: str, start: int, token: str) -> tuple[str, int]:
-    """What comes before the next such token, and where the token ends."""
+    """Text before the next occurrence of the token, and the index of the token's end."""
     end = text.find(token, start)
     if end < 0:
         raise ValueError(f"{token} is missing after character {start}")
@@ -243,7 +243,7 @@ def _until(text: str, start: int, token: str) -> tuple[str, int]:
 
 
 def _convert(key: str, text: str, schema: Any) -> Any:
-    """The value of a parameter that is written as bare text; without a declared type it is text, list or object."""
+    """Value of a parameter written as bare text; without a declared type it is a string, list or object."""
     types = _declared(schema) or {"string", "object", "array"}
     word = text.strip().lower()
     try:
@@ -254,13 +254,13 @@ def _convert(key: str, text: str, schema: Any) -> Any:
         return value
     if "string" in types:
         return text
-    raise ValueError(f"parameter {key} is no {' or '.join(sorted(types))}")
+    raise ValueError(f"parameter {key} is not of type {' or '.join(sorted(types))}")
 
 
 def _declared(schema: Any) -> set[str]:
     if not isinstance(schema, dict):  # `true`: any value
         return {"string", *_TYPES}
-    if "$ref" in schema:  # declared elsewhere, such as the names of an enumeration
+    if "$ref" in schema:  # declared elsewhere, such as an enum
         return {"string", "object", "array"}
     kind = schema.get("type", [])
     types = {kind} if isinstance(kind, str) else set(kind)
@@ -275,12 +275,12 @@ def _whole_json(text: str) -> Any:
 
 
 def _parse_python(text: str) -> ast.expr:
-    """The syntax tree of an expression; nothing of it is run."""
+    """Syntax tree of an expression; nothing is executed."""
     if len(text) > MAX_PYTHON:
         raise ValueError(f"it is longer than {MAX_PYTHON} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes in strings
+            warnings.simplefilter("ignore")  # invalid escape sequences in strings
             return ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ValueError(error.msg) from error

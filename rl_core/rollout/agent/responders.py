@@ -1,4 +1,4 @@
-"""Who answers the policy's turns: its tools, and where it calls none, an environment."""
+"""Replies to the policy's turns: tool results or, if the turn calls no tool, the environment's reply."""
 
 import asyncio
 from pathlib import Path
@@ -19,10 +19,10 @@ Message = dict[str, Any]
 
 
 class ToolResponders:
-    """Tools and environment of one rollout engine; makes the responder of each conversation."""
+    """Tools and environment of one rollout engine; creates the responder of each conversation."""
 
     def __init__(self, config: RunConfig, source: Path) -> None:
-        """Raises InputError when a tool does not exist."""
+        """Raises InputError if a tool or the environment does not exist."""
         self.agent, self.max_prompt_length = config.agent, config.data.max_prompt_length
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source)
         self.stop_token_ids = stop_tokens(source)
@@ -30,15 +30,15 @@ class ToolResponders:
         self.parse = PARSERS[config.agent.parser]
 
     async def start(self) -> None:
-        """Starts the processes and sessions that the responders share.
+        """Starts the processes and sessions shared by the responders.
 
-        Raises InputError when the chat template cannot take what will be appended.
+        Raises InputError if the chat template cannot append the required messages.
         """
         await self.runner.start()
         self.chat = chat_template(self.tokenizer, self.runner.schemas, self.agent, self.stop_token_ids)
 
     async def open(self, trajectory: Trajectory) -> "ToolResponder":
-        """The responder of a trajectory; an environment may add to its prompt."""
+        """Creates the responder of a trajectory; an environment may extend the prompt."""
         responder = ToolResponder(self)
         try:
             await responder.begin(trajectory)
@@ -54,13 +54,13 @@ def chat_template(
     agent: AgentConfig,
     stop_token_ids: tuple[int, ...],
 ) -> ChatTemplate:
-    """The tokenizer's template as it is used to append what answers a turn; InputError when it cannot be."""
+    """The tokenizer's chat template for appending replies; raises InputError if it is not append-only."""
     kinds = {"tool"} if schemas else set()
     return ChatTemplate(tokenizer, schemas, kinds | ({"user"} if agent.environment else set()), stop_token_ids)
 
 
 class ToolResponder:
-    """Who answers one trajectory."""
+    """Replies to the turns of one trajectory."""
 
     def __init__(self, responders: ToolResponders) -> None:
         self.shared = responders
@@ -82,7 +82,7 @@ class ToolResponder:
             self._open(trajectory, opening)
 
     def _open(self, trajectory: Trajectory, opening: EnvironmentOutcome) -> None:
-        """The prompt with what the environment says before the first turn."""
+        """Extends the prompt with the environment's opening messages."""
         if opening.status != "ok":
             trajectory.fail(f"environment_{opening.status}", opening.detail)
         elif opening.step.messages:
@@ -91,12 +91,15 @@ class ToolResponder:
             where = "the prompt with the environment's messages"
             ids = encode_prompt(self.shared.tokenizer, messages, where, self.toolbox.schemas)
             if len(ids) > self.shared.max_prompt_length:
-                trajectory.fail("prompt_length", f"{where} has {len(ids)} tokens, more than data.max_prompt_length")
+                trajectory.fail(
+                    "prompt_length",
+                    f"{where} has {len(ids)} tokens (data.max_prompt_length={self.shared.max_prompt_length})",
+                )
             else:
                 trajectory.prompt_ids = ids
 
     async def answer(self, trajectory: Trajectory) -> list[int] | None:
-        """The tokens that follow the last turn; None when nobody answers it."""
+        """Tokens of the reply to the last turn; None if there is none."""
         assert self.toolbox
         *ids, last_id = trajectory.response_ids[trajectory.answer_start :]
         text = str(self.shared.tokenizer.decode(ids))
@@ -104,14 +107,14 @@ class ToolResponder:
         if calls:
             messages = await self._call(trajectory, calls)
         elif self.environment:
-            messages = await self._ask(trajectory, text)
+            messages = await self._step(trajectory, text)
         else:
             return None
         trajectory.messages += messages
         return self.shared.chat.appended_ids(messages, last_id) if messages else None
 
     async def finish(self, trajectory: Trajectory) -> None:
-        """Adds the rewards that tools give at the end."""
+        """Adds the tools' final rewards."""
         assert self.toolbox
         try:
             trajectory.reward += sum((await self.toolbox.calc_rewards()).values())
@@ -119,21 +122,21 @@ class ToolResponder:
             trajectory.fail(f"tool_{failure.status}", f"{failure}\n{failure.detail}")
 
     async def release(self) -> None:
-        """Lets the tools go."""
+        """Releases the tools."""
         if self.toolbox:
             await self.toolbox.release()
 
     async def _call(self, trajectory: Trajectory, calls: list[ToolCall]) -> list[Message]:
-        """The answers of a turn's calls, which run at the same time."""
+        """Runs a turn's calls concurrently; returns their results as tool messages."""
         trajectory.state = TrajectoryState.TOOL_CALLING
-        left = self.shared.agent.max_tool_calls - self.calls
+        remaining = self.shared.agent.max_tool_calls - self.calls
         self.calls += len(calls)
-        outcomes = await asyncio.gather(*(self._outcome(call, i < left) for i, call in enumerate(calls)))
+        outcomes = await asyncio.gather(*(self._outcome(call, i < remaining) for i, call in enumerate(calls)))
         messages = []
         for call, outcome in zip(calls, outcomes, strict=True):
             text = self.shared.chat.cut(outcome.text, self.shared.agent.max_tool_tokens)
             messages.append({"role": "tool", "name": call.name, "content": text})
-            self._note(trajectory, call.name, call.arguments, outcome.status, text, outcome.seconds, outcome.detail)
+            self._record(trajectory, call.name, call.arguments, outcome.status, text, outcome.seconds, outcome.detail)
             trajectory.reward += outcome.reward
         return messages
 
@@ -146,18 +149,18 @@ class ToolResponder:
             return ToolOutcome(f"Error: {call.error}", "broken_call", 0.0)
         return await self.toolbox.call(call.name, call.arguments)
 
-    async def _ask(self, trajectory: Trajectory, text: str) -> list[Message]:
+    async def _step(self, trajectory: Trajectory, text: str) -> list[Message]:
         assert self.environment
         outcome = await self.environment.step(text)
         if outcome.status != "ok":
             trajectory.fail(f"environment_{outcome.status}", outcome.detail)
             return []
         trajectory.reward += outcome.step.reward
-        said = "\n".join(message["content"] for message in outcome.step.messages)
-        self._note(trajectory, "environment", {}, "ok", said, outcome.seconds, "")
+        reply = "\n".join(message["content"] for message in outcome.step.messages)
+        self._record(trajectory, "environment", {}, "ok", reply, outcome.seconds, "")
         return [] if outcome.step.done else outcome.step.messages
 
-    def _note(
+    def _record(
         self,
         trajectory: Trajectory,
         name: str,

@@ -18,9 +18,9 @@ __all__ = ["ToolFailure", "ToolOutcome", "ToolRunner", "Toolbox", "tool_schemas"
 
 
 class ToolRunner:
-    """What trajectories may call, from `start` to `close` or as an asynchronous context manager.
+    """Tools and environment for trajectories, alive from `start` to `close` or inside an asynchronous context manager.
 
-    Raises InputError when a tool or the environment does not exist.
+    Raises InputError if a tool or the environment does not exist.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -54,28 +54,28 @@ class ToolRunner:
             raise
 
     async def close(self) -> None:
-        """Ends all processes and sessions, whatever they are doing."""
+        """Ends all processes and sessions, including running calls."""
         await asyncio.gather(self._pool.close(), *(server.close() for server in self._servers))
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """OpenAI function schemas of all tools, once started."""
+        """OpenAI function schemas of all tools; complete after `start`."""
         own = [factory().schema() for factory in self._factories.values()]
         return [*own, *(server.tools[name] for name, server in self._served.items())]
 
     async def open(self, row: dict[str, Any]) -> Toolbox:
-        """The tools of a row's trajectory, created; raises ToolFailure when one cannot be, InputError for unknown ones.
+        """Creates the tools of a row's trajectory; raises ToolFailure if one fails, InputError for unknown ones.
 
-        `extra_info.tools_kwargs` of the row chooses tools and has the keyword arguments of their methods:
-        `{name: {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}}`; without it all tools are there.
+        `extra_info.tools_kwargs` of the row selects tools and has the keyword arguments of their methods:
+        `{name: {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}}`; without it, all tools are used.
         """
-        chosen = tools_of_row(row, [*self._factories, *self._served])
-        toolbox = Toolbox({name: self._open(name, kwargs) for name, kwargs in chosen.items()})
+        selected = tools_of_row(row, [*self._factories, *self._served])
+        toolbox = Toolbox({name: self._open(name, kwargs) for name, kwargs in selected.items()})
         await toolbox.create()
         return toolbox
 
     async def reset(self, row: dict[str, Any]) -> tuple[EnvironmentSession, EnvironmentOutcome]:
-        """The environment of a row's trajectory and the messages that it begins with; only with agent.environment."""
+        """Environment of a row's trajectory and its opening messages; ValueError if agent.environment is unset."""
         if self._environment is None:
             raise ValueError("agent.environment is unset")
         session = EnvironmentSession(self._environment, self._pool)
@@ -90,9 +90,9 @@ class ToolRunner:
 
 
 def tool_schemas(config: AgentConfig) -> list[dict[str, Any]]:
-    """OpenAI function schemas of all configured tools; starts no process but asks the MCP servers.
+    """OpenAI function schemas of all configured tools; starts no worker processes, but queries the MCP servers.
 
-    Raises InputError when a tool does not exist or two have the same name, TransientError when a server is not there.
+    Raises InputError if a tool does not exist or two have the same name, TransientError if a server is unreachable.
     """
     factories = resolve_tools(config.tools)
     schemas = [factory().schema() for factory in factories.values()]
@@ -117,7 +117,7 @@ def _servers(config: AgentConfig) -> "list[McpServer]":
 
 
 def _tools_by_name(factories: dict[str, ToolFactory], servers: "list[McpServer]") -> "dict[str, McpServer]":
-    """Which server has a tool; raises InputError when two tools have the same name."""
+    """Server of each MCP tool by name; raises InputError if two tools have the same name."""
     served: dict[str, McpServer] = {}
     for server in servers:
         for name in server.tools:

@@ -1,4 +1,4 @@
-"""The tools of one trajectory, and how their calls end."""
+"""The tools of one trajectory and the outcomes of their calls."""
 
 import asyncio
 import json
@@ -18,9 +18,9 @@ from rl_core.rollout.tools.resolve import nearest
 from rl_core.runtime.process_pool import finished, writable
 
 MAX_TEXT = 1_000_000
-"""Characters of one answer; a longer one is cut in the middle."""
+"""Maximum length of a tool result in characters; the middle of a longer one is removed."""
 MAX_DEPTH = 50
-"""Objects and lists inside each other in the arguments of a call."""
+"""Maximum nesting depth of a call's arguments."""
 Method = Literal["create", "execute", "calc_reward", "release"]
 METHODS: tuple[Method, ...] = ("create", "execute", "calc_reward", "release")
 Kwargs = dict[str, Any]
@@ -28,7 +28,7 @@ Kwargs = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """How a call ended; `text` is what the policy reads, `detail` the traceback, if any."""
+    """Outcome of a call: `text` is passed to the policy, `detail` has the traceback, if any."""
 
     text: str
     status: Literal["ok", "broken_call", "unknown_tool", "bad_arguments", "too_many", "error", "timeout"]
@@ -38,7 +38,7 @@ class ToolOutcome:
 
 
 class ToolFailure(RollforwardError):
-    """A tool could not be created or did not give its reward: the trajectory has failed, the others have not."""
+    """A tool could not be created or failed to compute its reward; only its trajectory fails."""
 
     def __init__(self, tool: str, method: Method, reply: Reply) -> None:
         super().__init__(f"{method} of tool '{tool}': {reply.text}")
@@ -51,31 +51,31 @@ class OpenTool(Protocol):
     schema: dict[str, Any]
 
     async def call(self, arguments: dict[str, Any]) -> ToolOutcome:
-        """How one call ends."""
+        """Outcome of one call."""
         ...
 
 
 class PoolTool:
-    """A tool whose methods run in a process of the pool; calls of one that has a state follow each other."""
+    """A tool whose methods run in a process of the pool; calls of a tool with state run one after another."""
 
     def __init__(self, factory: ToolFactory, pool: CallPool, kwargs: dict[str, Kwargs]) -> None:
         tool = factory()
         self.schema = tool.schema()
         self._name = self.schema["function"]["name"]
         self._pool, self._kwargs = pool, kwargs
-        self._own = {method for method in METHODS if getattr(type(tool), method) is not getattr(Tool, method)}
+        self._overridden = {method for method in METHODS if getattr(type(tool), method) is not getattr(Tool, method)}
         is_function = isinstance(tool, FunctionTool)
         self._state = pickle.dumps(tool if is_function else factory)
         self._created = False
-        self._turn = nullcontext() if is_function else asyncio.Lock()
+        self._lock = nullcontext() if is_function else asyncio.Lock()
 
     async def create(self) -> None:
-        """Raises ToolFailure when the tool cannot be created."""
+        """Creates the tool; raises ToolFailure if that fails."""
         await self._run("create", _create)
         self._created = True
 
     async def call(self, arguments: dict[str, Any]) -> ToolOutcome:
-        """How one call ends."""
+        """Outcome of one call."""
         begin = time.monotonic()
         reply = await self._reply("execute", _execute, arguments)
         seconds = time.monotonic() - begin
@@ -84,16 +84,16 @@ class PoolTool:
         return ToolOutcome(f"Error: {reply.text}", reply.status, seconds, detail=reply.detail)
 
     async def calc_reward(self) -> float:
-        """0 for a tool without such a method; raises ToolFailure when it fails."""
+        """The tool's reward, 0 if it does not override the method; raises ToolFailure if the method fails."""
         return float(await self._run("calc_reward", _calc_reward) or 0.0)
 
     async def release(self) -> None:
-        """Lets go a tool that was created; raises ToolFailure when it fails."""
+        """Releases the tool if it was created; raises ToolFailure if that fails."""
         if self._created:
             await self._run("release", _release)
 
     async def _run(self, method: Method, action: Any) -> Any:
-        if method not in self._own:
+        if method not in self._overridden:
             return None
         reply = await self._reply(method, action)
         if reply.status != "ok":
@@ -101,7 +101,7 @@ class PoolTool:
         return reply.value
 
     async def _reply(self, method: Method, action: Any, *args: Any) -> Reply:
-        async with self._turn:
+        async with self._lock:
             reply = await self._pool.call(self._state, action, *args, self._kwargs.get(f"{method}_kwargs", {}))
             if reply.status == "ok":
                 self._state = reply.state
@@ -121,15 +121,15 @@ class Toolbox:
         return [tool.schema for tool in self._tools.values()]
 
     async def create(self) -> None:
-        """Creates the tools; raises ToolFailure, with those released that there were, when one cannot be created."""
+        """Creates the tools; if one fails, releases the others and raises ToolFailure."""
         try:
-            await _together(tool.create() for tool in self._stateful.values())
+            await _gather(tool.create() for tool in self._stateful.values())
         except BaseException:
             await self.release()
             raise
 
     async def call(self, name: str, arguments: Any) -> ToolOutcome:
-        """How one call ends; raises TransientError when the processes of tools do not work."""
+        """Outcome of one call; raises TransientError if the tool processes themselves fail."""
         if name not in self._tools:
             known = f"the tools are {', '.join(self._tools)}" if self._tools else "there are no tools"
             return ToolOutcome(f"Error: there is no tool {writable(name[:100])!r}; {known}", "unknown_tool", 0.0)
@@ -140,12 +140,12 @@ class Toolbox:
         return await self._tools[name].call(plain)
 
     async def calc_rewards(self) -> dict[str, float]:
-        """The rewards of the tools after the last turn, 0 for those that give none; raises ToolFailure."""
-        rewards = await _together(tool.calc_reward() for tool in self._stateful.values())
+        """Rewards of the tools after the last turn, 0 for tools without one; raises ToolFailure."""
+        rewards = await _gather(tool.calc_reward() for tool in self._stateful.values())
         return dict.fromkeys(self._tools, 0.0) | dict(zip(self._stateful, rewards, strict=True))
 
     async def release(self) -> list[ToolFailure]:
-        """Lets all tools go; failures of that concern nobody's reward, so they are returned."""
+        """Releases all tools; failures are returned, not raised, because they do not affect rewards."""
         ended = await asyncio.gather(*(tool.release() for tool in self._stateful.values()), return_exceptions=True)
         if others := [end for end in ended if isinstance(end, BaseException) and not isinstance(end, ToolFailure)]:
             raise others[0]
@@ -153,15 +153,15 @@ class Toolbox:
 
 
 def tools_of_row(row: dict[str, Any], names: list[str]) -> dict[str, dict[str, Kwargs]]:
-    """The names of the row's tools and the keyword arguments of their methods; all names unless the row chooses.
+    """Names of the row's tools with the keyword arguments of their methods; all tools if the row selects none.
 
-    Entries that are None do not count: files of columns give every row all keys. Raises InputError naming a tool or
-    a method that there is not.
+    Entries that are None are ignored, because columnar files give every row all keys. Raises InputError for an unknown
+    tool or method.
     """
-    chosen = (row.get("extra_info") or {}).get("tools_kwargs")
-    if not isinstance(chosen, dict):
+    tools_kwargs = (row.get("extra_info") or {}).get("tools_kwargs")
+    if not isinstance(tools_kwargs, dict):
         return {name: {} for name in names}
-    selected: dict[str, dict[str, Kwargs]] = without_none(chosen)
+    selected: dict[str, dict[str, Kwargs]] = without_none(tools_kwargs)
     allowed = [f"{method}_kwargs" for method in METHODS]
     for name, kwargs in selected.items():
         _known(name, names, "extra_info.tools_kwargs", "add it to agent.tools")
@@ -171,13 +171,13 @@ def tools_of_row(row: dict[str, Any], names: list[str]) -> dict[str, dict[str, K
 
 
 def row_schemas(schemas: list[dict[str, Any]]) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
-    """A function of a row that gives the schemas of its tools, as `tools_of_row` chooses them."""
+    """Function that maps a row to the schemas of its tools, as selected by `tools_of_row`."""
     by_name = {schema["function"]["name"]: schema for schema in schemas}
     return lambda row: [by_name[name] for name in tools_of_row(row, list(by_name))]
 
 
 def as_text(answer: Any) -> str:
-    """What the policy reads of an answer: a text as it is, other values as JSON, and what has none by `str`."""
+    """Text of a tool result for the policy: a string as it is, any other value as JSON or, failing that, by `str`."""
     if not isinstance(answer, str):
         try:
             answer = json.dumps(answer, ensure_ascii=False)
@@ -190,7 +190,7 @@ def as_text(answer: Any) -> str:
 
 
 def _plain(arguments: Any) -> dict[str, Any]:
-    """Arguments that any process or server can be sent; raises ValueError when they are no such JSON object."""
+    """The arguments as plain JSON values; raises ValueError if they are not a JSON object or nested too deeply."""
     if not isinstance(arguments, dict):
         raise ValueError("the arguments must be a JSON object")
     if _is_deeper(arguments, MAX_DEPTH):
@@ -204,8 +204,8 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return levels < 0 or any(_is_deeper(part, levels - 1) for part in inner)
 
 
-async def _together(calls: Any) -> list[Any]:
-    """Results of all calls; the first error is raised when all have ended."""
+async def _gather(calls: Any) -> list[Any]:
+    """Results of all calls; raises the first error after all have ended."""
     ended: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
     for end in ended:
         if isinstance(end, BaseException):
@@ -215,7 +215,7 @@ async def _together(calls: Any) -> list[Any]:
 
 def _known(name: str, names: list[str], where: str, fix: str) -> None:
     if name not in names:
-        raise InputError(f"names among {', '.join(names)}", f"'{name}'", where, nearest(name, names) + fix)
+        raise InputError(f"one of {', '.join(names)}", f"'{name}'", where, nearest(name, names) + fix)
 
 
 def _create(tool: Any, kwargs: Kwargs) -> None:

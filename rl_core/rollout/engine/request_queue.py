@@ -1,4 +1,4 @@
-"""Requests that are under way in vLLM's engine in this process: decoded together, step by step, in an event loop."""
+"""Request queue of the vLLM engine in this process: decodes all requests together, step by step, in an event loop."""
 
 import asyncio
 import itertools
@@ -13,13 +13,13 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-# Ranks wait for each other's commands as long as nobody asks for anything; a lost one is noticed at once.
 IDLE = timedelta(days=30)
+"""Timeout of follower ranks that wait for commands; a lost rank is noticed immediately, independent of this."""
 
 
 @dataclass
 class Request:
-    """A request under way, then vLLM's output for it, with the weights' version of each of its tokens."""
+    """A request, its output once finished, and the weight version of each of its tokens."""
 
     number: str
     versions: list[int] = field(default_factory=list)
@@ -27,19 +27,19 @@ class Request:
     output: RequestOutput | None = None
 
     def sampled(self, tokens: int, version: int) -> None:
-        """Notes that there are `tokens` tokens now and that the newest of them came from `version`."""
+        """Records that the request has `tokens` tokens and that those not yet recorded were sampled by `version`."""
         self.versions += [version] * (tokens - len(self.versions))
 
 
 class Requests:
-    """All requests of an engine; the ranks of a tensor-parallel engine take the same steps, which the first one tells.
+    """All requests of an engine; in a tensor-parallel engine, the first rank broadcasts its steps to the others.
 
-    A step blocks the event loop for the time of one token; between steps everything else in the loop has its turn.
+    A step blocks the event loop for the duration of one token; other tasks of the loop run between steps.
     """
 
     def __init__(self, engine: LLMEngine, tensor_parallel_size: int, room: int) -> None:
-        """vLLM gets at most `room` requests at a time, one less than it can hold: some of its versions keep the places
-        of those that a push interrupts, and what `run_now` asks for needs one."""
+        """`room` is the maximum number of concurrent requests, one less than vLLM's capacity: some vLLM versions keep
+        the slots of requests preempted by a weight push, and `run_now` needs a free slot."""
         self.engine, self.version = engine, -1
         self._under_way: dict[str, Request] = {}
         self._waiting: deque[tuple[Any, ...]] = deque()
@@ -53,11 +53,11 @@ class Requests:
 
     @property
     def is_follower(self) -> bool:
-        """Whether another rank of the engine says what to do."""
+        """Whether this rank repeats the steps of the engine's first rank."""
         return self._group is not None and dist.get_rank() != self._first
 
     async def run(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> Request:
-        """The request with its output; cancelling the call frees it."""
+        """Runs a request and returns it with its output; cancelling the call aborts it."""
         request = self._new()
         self._waiting.append(("add", request.number, token_ids, params, adapter, 0))
         request.result = asyncio.get_running_loop().create_future()
@@ -71,7 +71,7 @@ class Requests:
             raise
 
     def run_now(self, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> RequestOutput:
-        """vLLM's output for a request that is decoded before this returns, beside those under way."""
+        """Runs a request synchronously, alongside the running ones, and returns its output."""
         request = self._new()
         self._commands.append(("add", request.number, token_ids, params, adapter, -1))
         while request.output is None:
@@ -79,17 +79,17 @@ class Requests:
         return request.output
 
     def pause(self) -> None:
-        """No step is made until `resume`."""
+        """Stops stepping until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
-        """Goes on with what is under way."""
+        """Continues the running requests."""
         self._paused = False
         if self._under_way:
             self._start()
 
     def weights_changed(self, version: int) -> None:
-        """From now on tokens come from `version`; what requests under way have read is read again, by its weights."""
+        """Sets the version of the following tokens; running requests recompute their KV cache with the new weights."""
         states: Any = self.engine.output_processor.request_states
         for request in self._under_way.values():
             if state := states.get(self._internal.get(request.number)):
@@ -99,13 +99,13 @@ class Requests:
         self.version = version
 
     async def follow(self) -> None:
-        """Takes the steps that the engine's first rank takes, until that one says `end`."""
+        """Repeats the steps of the engine's first rank until that rank calls `end`."""
         while (commands := await asyncio.to_thread(self._broadcast, None)) is not None:
             self._apply(commands)
             self.engine.step()
 
     def end(self) -> None:
-        """Lets the ranks that follow go."""
+        """Releases the follower ranks."""
         if self._group is not None:
             self._broadcast(None)
 
@@ -115,7 +115,7 @@ class Requests:
         return request
 
     def _forget(self, number: str) -> None:
-        """Takes a request back, whether vLLM has it already or not."""
+        """Removes a request, whether it is still waiting or already submitted to vLLM."""
         for command in self._waiting:
             if command[1] == number:
                 self._waiting.remove(command)
@@ -132,7 +132,7 @@ class Requests:
             while self._under_way and not self._paused:
                 self._step()
                 await asyncio.sleep(0)
-        except Exception as error:  # whatever ends the engine ends what waits for it
+        except Exception as error:  # an engine error fails all requests
             lost, self._under_way = self._under_way, {}
             for request in lost.values():
                 if request.result and not request.result.done():
@@ -170,18 +170,18 @@ class Requests:
                 self._internal.pop(number, None)
 
     def _broadcast(self, commands: list[tuple[Any, ...]] | None) -> list[tuple[Any, ...]] | None:
-        """Sends the first rank's commands to the others; what they got."""
+        """Sends the first rank's commands to the other ranks; returns the commands on every rank."""
         message = [commands]
         dist.broadcast_object_list(message, src=self._first, group=self._group)
         return message[0]
 
 
 def own_group(tensor_parallel_size: int) -> tuple[dist.ProcessGroup | None, int]:
-    """The process group of the ranks that share this rank's engine, and the first of them; all ranks take part."""
+    """Process group of the ranks that share this rank's engine, and its first rank; collective over all ranks."""
     if tensor_parallel_size == 1:
         return None, 0
-    mine, first = None, dist.get_rank() // tensor_parallel_size * tensor_parallel_size
+    own, first = None, dist.get_rank() // tensor_parallel_size * tensor_parallel_size
     for start in range(0, dist.get_world_size(), tensor_parallel_size):
         group = dist.new_group(range(start, start + tensor_parallel_size), timeout=IDLE, backend="gloo")
-        mine = group if start == first else mine
-    return mine, first
+        own = group if start == first else own
+    return own, first

@@ -1,9 +1,9 @@
-"""Where weights pass between processes of one machine, and how what lies there is called."""
+"""Location and file names of weights in shared memory."""
 
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 VLLM_PATTERN = "*cpushm*"
-"""vLLM's segments of engines of several ranks on a CPU."""
+"""Shared-memory segments of vLLM's multi-rank CPU engines."""
 ADAPTER_PREFIX = "rollforward-adapter-"
-"""Folders of adapters on their way into the engine."""
+"""Name prefix of temporary folders with adapters for the engine."""

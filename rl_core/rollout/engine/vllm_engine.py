@@ -1,4 +1,4 @@
-"""vLLM in this process as the rollout engine, on CPUs and on CUDA devices."""
+"""Rollout engine with vLLM in the current process, on CPUs and CUDA devices."""
 
 import asyncio
 import itertools
@@ -24,12 +24,13 @@ from rl_core.rollout.engine.shared_memory import SHARED_MEMORY, VLLM_PATTERN
 
 GIB = 1024**3
 CAPTURED = 512
-"""Sequences up to which vLLM captures CUDA graphs by itself; larger batches would decode at half the speed."""
-ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM reserves memory
+"""Largest batch in sequences with CUDA graphs by vLLM's default; without graphs, decoding is half as fast."""
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`, for which it reserves memory."""
 
 
 class VLLMEngine:
-    """One vLLM engine a process, with tensors of the trainer's process pushed into it by reference."""
+    """vLLM engine of this process; weights are pushed by reference from tensors of the same process."""
 
     def __init__(
         self,
@@ -40,11 +41,11 @@ class VLLMEngine:
         device: torch.device,
         adapter_rank: int = 0,
     ) -> None:
-        """`adapter_rank` is that of the adapters that will be pushed; 0 when there are none."""
+        """`adapter_rank` is the rank of pushed adapters; 0 without adapters."""
         self._on_gpu = device.type == "cuda"
         self._adapter: LoRARequest | None = None
         self._adapter_numbers = itertools.count(1)
-        # With adapters the weights are pushed only once, so they wait in the machine's memory while the engine sleeps.
+        # With adapters, the base weights are pushed only once, so they are kept in host memory during sleep.
         self._sleep_level = 1 if adapter_rank else 2
         if self._on_gpu:
             memory: dict[str, Any] = {
@@ -57,7 +58,7 @@ class VLLMEngine:
         else:
             memory = {
                 "kv_cache_memory_bytes": int(config.kv_cache_gb * GIB),
-                "block_size": 32,  # the CPU kernels refuse 16
+                "block_size": 32,  # the CPU kernels do not support 16
                 "enforce_eager": True,
             }
         if adapter_rank:
@@ -65,12 +66,12 @@ class VLLMEngine:
             memory |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if not self._on_gpu and config.tensor_parallel_size > 1:
             _remove_shared_memory()
-        # "external_launcher" lets the engine live in a process that already belongs to a process group.
+        # "external_launcher" runs the engine in a process that already belongs to a process group.
         self._llm = LLM(
             str(model),
             dtype=cast(Any, dtype),
             max_model_len=max_length,
-            max_num_seqs=config.max_num_seqs + 1,  # one for the canary
+            max_num_seqs=config.max_num_seqs + 1,  # one slot for the canary
             max_num_batched_tokens=max(8192, max_length),
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=config.tensor_parallel_size,
@@ -90,7 +91,7 @@ class VLLMEngine:
         self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size, config.max_num_seqs)
 
     async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
-        """One turn after the given tokens."""
+        """Samples one turn after the given tokens."""
         request = await self._requests.run(token_ids, sampling_params(seed, sampling), self._adapter)
         output = request.output
         assert output
@@ -105,7 +106,7 @@ class VLLMEngine:
         )
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
-        """Log-probs at temperature 1 of the given tokens, from the second on; on a rank that follows, nothing."""
+        """Log-probs of the given tokens at temperature 1, from the second token on; empty on a follower rank."""
         if self._requests.is_follower:
             asyncio.run(self._requests.follow())
             return []
@@ -115,55 +116,55 @@ class VLLMEngine:
         return _of_tokens(output.prompt_logprobs, token_ids)
 
     async def follow(self) -> None:
-        """Takes the steps of the engine's first rank until that one has finished a batch."""
+        """Repeats the steps of the engine's first rank until that rank has finished a batch."""
         await self._requests.follow()
 
     def finish_batch(self) -> None:
-        """Lets the other ranks of the engine go, once everything that was asked for has been sampled."""
+        """Releases the follower ranks after all requests have been completed."""
         self._requests.end()
 
     @property
     def version(self) -> int:
-        """Version of the weights that are served."""
+        """Version of the current weights."""
         return self._requests.version
 
     @property
     def is_follower(self) -> bool:
-        """Whether this is a rank of the engine that only follows another one."""
+        """Whether this rank of the engine only repeats the steps of its first rank."""
         return self._requests.is_follower
 
     def pause(self) -> None:
-        """Stops decoding; requests that are under way or come in wait until `resume`."""
+        """Pauses decoding; running and new requests wait until `resume`."""
         self._requests.pause()
 
     def resume(self) -> None:
-        """Goes on decoding, with the weights that are there now."""
+        """Resumes decoding with the current weights."""
         self._requests.resume()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces all weights by whole tensors under their Hugging Face names; the adapter is gone afterwards."""
+        """Replaces all weights with whole tensors under their Hugging Face names, and removes the adapter."""
         if self._on_gpu:
             self._llm.wake_up(tags=["weights"])
         self._adapter = None
         seen: set[str] = set()
 
-        def noted() -> Iterator[tuple[str, Tensor]]:
+        def recorded() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 seen.add(name)
                 yield name, tensor
 
         with torch.no_grad():
-            written = self._load(noted())
+            written = self._load(recorded())
         missing = sorted((self._expected - seen) | (self._parameters - written))
         if missing:
             raise TrainingError(
-                f"the push of weights version {version} left {len(missing)} weights of the rollout engine as they "
-                f"were, such as {', '.join(missing[:3])}"
+                f"the push of weights version {version} did not update {len(missing)} weights of the rollout engine, "
+                f"such as {', '.join(missing[:3])}"
             )
         self._requests.weights_changed(version)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
-        """Names of the engine's parameters that were written."""
+        """Loads the weights; returns the names of the engine's parameters that were written."""
         model = self._runner.get_model()
         with _unwrapped(model):
             if self._as_stored:
@@ -174,46 +175,46 @@ class VLLMEngine:
             return written
 
     def update_adapter(self, folder: Path, version: int) -> None:
-        """Replaces the adapter by that of a folder in PEFT's layout, which may go afterwards."""
+        """Replaces the adapter with the one in a folder in PEFT's layout; the folder may be deleted afterwards."""
         if self._on_gpu:
             self._llm.wake_up(tags=["weights"])
-        # A number that was there before would be taken for the adapter of then; the new one takes the old one's place.
+        # vLLM caches adapters by id, so every push needs a fresh id; the new adapter takes the old one's slot.
         number = next(self._adapter_numbers)
         request = LoRARequest(f"adapter-{number}", number, str(folder))
         if not self._llm.llm_engine.add_lora(request):
-            raise RuntimeError(f"the rollout engine refused the adapter of weights version {version}")
+            raise RuntimeError(f"the rollout engine rejected the adapter of weights version {version}")
         self._adapter = request
         self._requests.weights_changed(version)
 
     def wake_up(self) -> None:
-        """Takes back the memory for the key/value cache."""
+        """Allocates the memory of the KV cache."""
         if self._on_gpu:
             self._llm.wake_up(tags=["kv_cache"])
 
     def sleep(self) -> None:
-        """Gives the memory of weights and cache to the trainer (on CPUs there is nothing to give)."""
+        """Frees the device memory of weights and KV cache for the trainer (no-op on CPUs)."""
         if self._on_gpu:
             self._llm.sleep(level=self._sleep_level)
 
 
 def _remove_shared_memory() -> None:
-    """Removes what engines of several ranks that were killed left on a CPU: vLLM's name for it is always the same, so a
-    machine can have one such engine at a time."""
-    dist.barrier()  # no rank of this engine has made its own yet
-    for left in SHARED_MEMORY.glob(VLLM_PATTERN):
-        left.unlink(missing_ok=True)
+    """Removes shared memory left by killed multi-rank CPU engines: vLLM always uses the same name, so a machine can run
+    one such engine at a time."""
+    dist.barrier()  # no rank of this engine has created its segment yet
+    for segment in SHARED_MEMORY.glob(VLLM_PATTERN):
+        segment.unlink(missing_ok=True)
     dist.barrier()
 
 
 def sampling_params(seed: int, sampling: Sampling) -> SamplingParams:
-    """vLLM's form of a turn's sampling."""
+    """vLLM's sampling parameters for a turn."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # only the stop tokens that are named here end a turn
+        ignore_eos=True,  # only `stop_token_ids` end a turn
         seed=seed,
         logprobs=0 if sampling.log_probs else None,
         flat_logprobs=True,
@@ -223,10 +224,10 @@ def sampling_params(seed: int, sampling: Sampling) -> SamplingParams:
 
 
 def _keeps_layout(model: torch.nn.Module, llm: LLM) -> bool:
-    """Whether the engine computes with weights as they are stored, so that they can be written where they lie.
+    """Whether the engine keeps weights in their stored layout, so that they can be overwritten in place.
 
-    CPU kernels, quantised weights and experts are repacked; what is written into those goes through vLLM's reload,
-    which takes about twice the time.
+    CPU kernels, quantised weights and experts use a repacked layout; these are updated through vLLM's reload, which
+    takes about twice as long.
     """
     plain = llm.llm_engine.model_config.quantization is None
     return plain and not any("MoE" in type(module).__name__ for module in model.modules())
@@ -234,7 +235,7 @@ def _keeps_layout(model: torch.nn.Module, llm: LLM) -> bool:
 
 @contextmanager
 def _unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """The model without the layers that adapters wrap its own ones in, under whose names it loads no weights."""
+    """Temporarily replaces adapter wrappers by the wrapped layers, because loading does not know the wrapped names."""
     wrapped = [
         (parent, name, child)
         for parent in model.modules()
@@ -251,12 +252,12 @@ def _unwrapped(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without the layer that an adapter wraps it in."""
+    """Parameter name without the adapter's wrapper layer."""
     return name.replace(".base_layer.", ".")
 
 
 def _of_tokens(table: Any, token_ids: list[int]) -> list[float]:
-    """The tokens' own log-probs out of vLLM's flat table; a prompt's first token has none."""
+    """Log-probs of the tokens themselves from vLLM's flat table; a prompt's first token has none."""
     starts = [start for start, end in zip(table.start_indices, table.end_indices, strict=True) if end > start]
     own = [(table.token_ids[start], table.logprobs[start]) for start in starts]
     assert [token for token, _ in own] == token_ids[len(token_ids) - len(own) :]

@@ -1,4 +1,4 @@
-"""Tools that a policy calls: what they are, those that come along, and how others are found by name."""
+"""Tools that a policy can call: the `Tool` interface, the built-in tools, and resolving tools by name."""
 
 from rl_core.rollout.tools.base import BadArguments, Tool, ToolError, ToolResult, function_schema, tool
 from rl_core.rollout.tools.resolve import ToolFactory, resolve_tools

@@ -1,4 +1,4 @@
-"""The value of an arithmetic expression, exactly."""
+"""Calculator tool: exact evaluation of arithmetic expressions."""
 
 import re
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from fractions import Fraction
 from rl_core.rollout.tools.base import ToolError, tool
 
 MAX_LENGTH = 1000
-"""Characters of an expression; they also bound the size of every number that comes up."""
+"""Maximum length of an expression in characters; it also bounds the size of intermediate numbers."""
 MAX_DEPTH = 50
-"""Parentheses and signs inside each other."""
+"""Maximum nesting depth of parentheses and signs."""
 DIGITS = 20
-"""Significant digits of a result that no decimal gives exactly."""
+"""Significant digits of a result without a finite decimal expansion."""
 _TOKEN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+|[-+*/()])")
 
 
@@ -27,7 +27,7 @@ def calculator(x: str) -> str:
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of an expression; raises ToolError saying what is wrong with it."""
+    """Value of an expression; raises ToolError with the reason if it is invalid."""
     if len(expression) > MAX_LENGTH:
         raise ToolError(f"the expression is longer than {MAX_LENGTH} characters")
     parser = _Parser(_tokens(expression))
@@ -38,7 +38,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def format_number(value: Fraction) -> str:
-    """An integer or a decimal; one that does not end is rounded to `DIGITS`."""
+    """The value as an integer or decimal; a non-terminating decimal is rounded to `DIGITS` significant digits."""
     numerator, denominator = Decimal(value.numerator), Decimal(value.denominator)
     try:
         quotient = Context(prec=5 * MAX_LENGTH, traps=[Inexact]).divide(numerator, denominator)
@@ -61,7 +61,7 @@ def _tokens(expression: str) -> list[str]:
 
 
 class _Parser:
-    """Recursive descent: a sum of products of signed numbers and parentheses."""
+    """Recursive-descent parser: a sum of products of signed numbers and parentheses."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]

@@ -1,4 +1,4 @@
-"""The canary: fixed tokens that trainer and rollout engine must give the same log-probs after every push."""
+"""Canary: fixed tokens for which trainer and rollout engine must agree on the log-probs after every weight push."""
 
 from dataclasses import dataclass
 
@@ -14,31 +14,31 @@ CANARY_TOKENS = 16
 
 @dataclass(frozen=True)
 class Canary:
-    """Fixed tokens, and what the trainer says of them: log-probs at temperature 1 from the second token on."""
+    """Fixed tokens and the trainer's log-probs of them at temperature 1, from the second token on."""
 
     token_ids: list[int]
     log_probs: list[float]
 
-    def difference(self, seen: list[float], version: int, tolerance: float) -> float:
-        """Largest difference to the log-probs that a rollout engine has `seen` after the push of a version.
+    def difference(self, engine_log_probs: list[float], version: int, tolerance: float) -> float:
+        """Maximum absolute difference to the rollout engine's log-probs after the push of a version.
 
-        Raises TrainingError above the tolerance: the rollouts would come from another policy than the one that is
-        trained.
+        Raises TrainingError above the tolerance: rollouts would be sampled from a different policy than the trained
+        one.
         """
-        difference = (torch.tensor(seen) - torch.tensor(self.log_probs)).abs().max().item()
+        difference = (torch.tensor(engine_log_probs) - torch.tensor(self.log_probs)).abs().max().item()
         if not difference <= tolerance:
             raise TrainingError(
-                f"after the push of weights version {version} the rollout engine's log-probs of fixed tokens differ "
-                f"from the trainer's by {difference:.2e}, more than rollout.canary_tolerance={tolerance:.0e}"
+                f"after the push of weights version {version}, the rollout engine's log-probs of fixed tokens differ "
+                f"from the trainer's by {difference:.2e} (limit rollout.canary_tolerance={tolerance:.0e})"
             )
         return difference
 
 
 def canary_of(actor: TrainEngine, max_length: int) -> Canary:
-    """The canary of the actor's present weights; all ranks take part. `max_length` is the longest sequence in tokens
-    that both sides take."""
+    """Canary for the actor's current weights; collective over all ranks. `max_length` is the longest sequence in tokens
+    supported by both sides."""
     generator = torch.Generator().manual_seed(0)
-    # The rollout engine samples one more token behind the canary.
+    # The rollout engine samples one token after the canary.
     count = min(CANARY_TOKENS, max_length - 1)
     vocab_size = actor.model.config.get_text_config().vocab_size
     first, *rest = torch.randint(0, vocab_size, (count,), generator=generator).tolist()

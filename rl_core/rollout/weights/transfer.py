@@ -1,4 +1,4 @@
-"""Weights on their way from trainer to rollout engines: whole tensors in flat buckets, and their broadcast."""
+"""Weight transfer from trainer to rollout engines: flat buckets of whole tensors, and their broadcast."""
 
 import json
 import warnings
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.distributed import Store
 
 BUCKET_BYTES = 64 * 2**20
-# Kernels read aligned tensors faster, and a view of another type needs it.
 ALIGNMENT = 16
+"""Bytes; kernels read aligned tensors faster, and views of another dtype require it."""
 
-# Name, type and shape of each tensor of a bucket, in order.
 Layout = list[tuple[str, str, list[int]]]
+"""Name, dtype and shape of each tensor of a bucket, in order."""
 
 
 @dataclass
 class Bucket:
-    """Tensors one behind the other in `data` [bytes] uint8, each at the next multiple of `ALIGNMENT`.
+    """Concatenated tensors in `data` [bytes] uint8, each aligned to a multiple of `ALIGNMENT`.
 
-    Ray puts it into shared memory and takes it out there without copying the bytes, which are then read only.
+    Ray transfers it through shared memory without copying the data, which is then read-only.
     """
 
     layout: Layout
@@ -35,12 +35,12 @@ class Bucket:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.layout = state["layout"]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # nobody writes into what is read only
+            warnings.simplefilter("ignore", UserWarning)  # the read-only data is never written to
             self.data = torch.from_numpy(state["data"])
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Named tensors of one device as buckets of at most `size` bytes; a larger tensor has one of its own."""
+    """Named tensors of one device as buckets of at most `size` bytes; a larger tensor gets a separate bucket."""
     group: list[tuple[str, Tensor]] = []
     filled = 0
     for name, tensor in tensors:
@@ -84,19 +84,19 @@ def _aligned(size: int) -> int:
 
 
 class Broadcast:
-    """Buckets from one rank to all others of a group; the layouts go ahead through the group's store.
+    """Broadcasts buckets from one rank to all others of a group; layouts are sent first through the group's store.
 
-    One `send` belongs to one `receive` of every other rank, which has ended before the next `send`.
+    Each `send` matches one `receive` on every other rank, which must end before the next `send`.
     """
 
     def __init__(self, store: Store, broadcast: Callable[[Tensor], None], device: torch.device) -> None:
-        """`broadcast` sends the tensor on the sending rank, and writes into it on the others."""
+        """`broadcast` sends the tensor on the sending rank and writes into it on the others."""
         self._store, self._broadcast, self._device = store, broadcast, device
         self._count = 0
         self._announced: list[str] = []
 
     def send(self, parts: Iterable[Bucket]) -> None:
-        """Sends the buckets as they come."""
+        """Sends the buckets one by one."""
         for key in self._announced:
             self._store.delete_key(key)
         self._announced = []
@@ -106,7 +106,7 @@ class Broadcast:
         self._announce([])
 
     def receive(self) -> Iterator[Bucket]:
-        """The buckets, each in memory of its own."""
+        """Yields the received buckets, each in newly allocated memory."""
         while layout := json.loads(self._store.get(self._next_key())):
             data = torch.empty(_bytes(layout), dtype=torch.uint8, device=self._device)
             self._broadcast(data)
@@ -122,10 +122,10 @@ class Broadcast:
 
 
 class NcclBroadcast(Broadcast):
-    """A broadcast from rank 0 over NCCL, by vLLM's own parts."""
+    """Broadcast from rank 0 over NCCL, with vLLM's communicator."""
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, device: torch.device) -> None:
-        """Returns when all ranks are there; `port` is a free one of rank 0's `host`."""
+        """Returns after all ranks have connected; `port` is a free port on rank 0's `host`."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
@@ -139,5 +139,5 @@ class NcclBroadcast(Broadcast):
         self._nccl.broadcast(data, src=0, stream=torch.cuda.current_stream(self._device))
 
     def close(self) -> None:
-        """Leaves the group, also when other ranks have gone."""
+        """Leaves the group, even if other ranks are already gone."""
         self._nccl.destroy()

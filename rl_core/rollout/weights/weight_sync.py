@@ -1,4 +1,4 @@
-"""Moves weights from the sharded training engine into the live rollout engine, and proves that they arrived."""
+"""Pushes weights from the sharded training engine to the rollout engine, and verifies them with a canary."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from rl_core.training.engine import DTYPES, TrainEngine
 
 
 class ShardingManager:
-    """FSDP2 shards → whole tensors, one at a time → rollout engine, with a version and a canary."""
+    """Pushes FSDP2 shards as whole tensors, one at a time, to the rollout engine, with a version and a canary."""
 
     def __init__(
         self,
@@ -24,33 +24,33 @@ class ShardingManager:
         max_length: int,
         as_adapter: bool = False,
     ) -> None:
-        """`max_length` is the longest sequence that both sides take, in tokens; `as_adapter` pushes the actor's base
-        once and from then on its adapters only."""
+        """`max_length` is the longest sequence in tokens supported by both sides; `as_adapter` pushes the actor's base
+        weights once and afterwards only its adapters."""
         self.actor, self.rollout = actor, rollout
-        self._as_adapter, self._base_is_there = as_adapter, False
+        self._as_adapter, self._base_pushed = as_adapter, False
         self.dtype, self.tolerance, self.max_length = DTYPES[dtype], tolerance, max_length
 
     def push(self, version: int) -> float:
-        """Pushes all weights, or the adapters, and returns the canary's largest difference of log-probs; TrainingError
-        when that is above the tolerance."""
-        # The canary's forward comes first: on CUDA its activations are gone before the engine takes its memory.
+        """Pushes all weights, or the adapters, and returns the canary's maximum log-prob difference; raises
+        TrainingError if it exceeds the tolerance."""
+        # Compute the canary first: on CUDA, its activations are freed before the engine allocates memory.
         canary = canary_of(self.actor, self.max_length)
-        if not self._base_is_there:
+        if not self._base_pushed:
             whole = self.actor.full_parameters(merged=not self._as_adapter)
             self.rollout.update_weights(((name, tensor.to(self.dtype)) for name, tensor in whole), version)
         if self._as_adapter:
-            self._base_is_there = True
+            self._base_pushed = True
             self._push_adapter(version)
         self.actor.offload()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.rollout.wake_up()
-        seen = self.rollout.log_probs(canary.token_ids)
-        return 0.0 if self.rollout.is_follower else canary.difference(seen, version, self.tolerance)
+        engine_log_probs = self.rollout.log_probs(canary.token_ids)
+        return 0.0 if self.rollout.is_follower else canary.difference(engine_log_probs, version, self.tolerance)
 
     def _push_adapter(self, version: int) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.actor.adapter_parameters()}
-        # A folder in memory where there is one.
+        # Use shared memory if available.
         memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         with tempfile.TemporaryDirectory(prefix=ADAPTER_PREFIX, dir=memory) as directory:
             folder = Path(directory) / "adapter"

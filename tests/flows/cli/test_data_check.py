@@ -57,7 +57,7 @@ def test_ten_kinds_of_broken_rows_are_all_named_at_once(capsys: pytest.CaptureFi
         ("a non-blank prompt", row("  ")),
         ("at most data.max_prompt_length=20 tokens", row("x" * 30)),
         ("training prompts that are not held out", row("99")),
-        ("names among calculator", row("2", extra_info={"tools_kwargs": {"calculater": {}}})),
+        ("one of calculator", row("2", extra_info={"tools_kwargs": {"calculater": {}}})),
         ("as configured", row("3", extra_info={"tools_kwargs": {"calculator": {}}, "tools": [other]})),
     ]
     train, val = write("train.jsonl", [each for _, each in broken]), write("val.jsonl", [row("99")])

@@ -150,9 +150,9 @@ def test_what_a_template_writes_before_the_question_may_change_later() -> None:
         (CHATML + "{{ raise_exception('no tools here') if 'tool' in messages | map(attribute='role') }}", {"tool"},
          ["role tool", "TemplateError: no tools here"]),
         (CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'"), {"tool"},
-         ["role tool", "'sentineltool0' is left out"]),
+         ["role tool", "'sentineltool0' is omitted"]),
         (CHATML.replace("m.content | trim", "m.content.split('</think>')[-1]"), {"user"},
-         ["role assistant", "'sentinelreasoning' is left out"]),
+         ["role assistant", "'sentinelreasoning' is omitted"]),
         ("{{ messages | length }} messages\n" + CHATML, {"user"}, ["role user", "from '2 messages", "to '3 messages"]),
         (CHATML + "{{ 'Now: ' if add_generation_prompt }}", {"user"}, ["role user", "assistant\\nNow: '"]),
         # One round is append-only, a second is not.

@@ -188,7 +188,7 @@ def test_a_push_without_the_tied_head_is_caught(
     with monkeypatch.context() as patch:
         patch.setattr(trainer.engine, "full_parameters", without_head)
         with (
-            pytest.raises(TrainingError, match="1 weights of the rollout engine as they were, such as lm_head")
+            pytest.raises(TrainingError, match="did not update 1 weights of the rollout engine, such as lm_head")
             if False
             else pytest.raises(TrainingError, match="push of weights version 1")
         ):

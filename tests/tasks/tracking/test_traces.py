@@ -80,7 +80,7 @@ def test_spans_are_the_turns_and_calls_of_a_trajectory(sqlite_uri: str, store: S
     assert turn.attributes["tokens"] == 3 and turn.attributes["log_prob"] == -0.25
     assert turn.attributes["versions"] == [4] and turn.attributes["reward"] == 0.625
     assert calculator.inputs == {"expression": "6*7?", "scale": "NaN"} and calculator.outputs == "42"
-    assert "timeout: no end within 2 s" in search.status.description and len(search.events) == 1
+    assert "timeout: no answer within 2 s" in search.status.description and len(search.events) == 1
     assert (search.end_time_ns - search.start_time_ns, turn.start_time_ns > search.end_time_ns) == (2_000_000_000, True)
     assert late.info.state.value == refused.info.state.value == "ERROR" and late.info.assessments == []
     assert spans(late)[0] == ("trajectory", "AGENT", "ERROR") and spans(refused) == spans(late)[:1]
