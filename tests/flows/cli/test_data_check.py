@@ -83,7 +83,7 @@ def test_a_folder_and_a_pattern_are_paths(capsys: pytest.CaptureFixture[str], fo
 def test_a_missing_scorer_stops_a_recipe_and_only_warns_of_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     train, val = (write(name, [row(name, data_source="unheard_of")]) for name in ("t.jsonl", "v.jsonl"))
     code, said = check(capsys, train)
-    assert code == 0 and "! warning" in said and "'unheard_of'" in said and "data_source of 1 row," in said
+    assert code == 0 and "! warning" in said and "'unheard_of'" in said and "data_source of 1 row (reward" in said
     files = ("data.source=files", f"data.path={train}", f"data.val_path={val}", "data.train_batch_size=1")
     code, said = check(capsys, "grpo", *files, "data.train_batch_size=1")
     assert code == 2 and "✗ error" in said and "'unheard_of'" in said

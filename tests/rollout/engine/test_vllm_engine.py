@@ -203,7 +203,7 @@ def test_a_push_that_leaves_a_weight_out_is_caught(
     whole = trainer.engine.full_parameters
     with monkeypatch.context() as patch:
         patch.setattr(trainer.engine, "full_parameters", lambda merged: (w for w in whole() if not w[0].endswith(lost)))
-        with pytest.raises(TrainingError, match=f"version 1 left 1 weights.*{lost}"):
+        with pytest.raises(TrainingError, match=f"version 1 did not update 1 weights.*{lost}"):
             trainer.sharding.push(1)
     assert trainer.sharding.push(2) < TOLERANCE
 
