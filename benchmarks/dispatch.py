@@ -12,6 +12,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,12 @@ def step_batch(rows: int, tokens: int) -> DataProto:
 def measure(batch: DataProto, layout: Layout, calls: int) -> dict[str, list[float]]:
     """Seconds of each part of every call."""
     group: Any = SimpleNamespace(
-        name="Rank", layout=layout, deadline=600.0, workers=[Rank() for _ in range(layout.world_size)]
+        name="Rank",
+        layout=layout,
+        deadline=600.0,
+        workers=[Rank() for _ in range(layout.world_size)],
+        ranks=[],
+        seconds=defaultdict(list),
     )
     method = worker_group.GroupMethod(group, "compute_log_prob", Dispatch.DP_COMPUTE_PROTO)
     answering = layout.answering(Dispatch.DP_COMPUTE_PROTO)

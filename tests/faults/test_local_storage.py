@@ -53,8 +53,8 @@ def test_a_lease_that_does_not_fit_leaves_no_torn_one(small_disk: Path) -> None:
     assert store.listdir() == ["a"]
 
 
-def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: Path, rank_mesh: RankMesh) -> None:
-    engine, store = policy_engine(tiny_model, rank_mesh, OptimConfig()), Store(str(small_disk / "run"))
+def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: Path, local: RankMesh) -> None:
+    engine, store = policy_engine(tiny_model, local, OptimConfig()), Store(str(small_disk / "run"))
     save(engine, store, f"{run_files.checkpoint(1)}/actor")
     store.commit_folder(run_files.checkpoint(1), {})
     filler = small_disk / "filler"
@@ -153,15 +153,15 @@ def test_a_damaged_folder_is_told_and_made_again(session: Session, folder: str, 
     manifest = session.store.commit_folder(folder, {}, files)
     assert session.assets.verify_or_remove(folder) == manifest and said(session) == ""
     session.workers.drop()  # before a retry
-    rank_mesh = session.store.local_path(folder)
-    assert rank_mesh
-    DAMAGES[damage][0](rank_mesh / "actor/b")
-    assert session.assets.verify_or_remove(folder) is None and not rank_mesh.exists()
-    assert f"{rank_mesh} is damaged and is made again: {DAMAGES[damage][1]}" in said(session)
+    local = session.store.local_path(folder)
+    assert local
+    DAMAGES[damage][0](local / "actor/b")
+    assert session.assets.verify_or_remove(folder) is None and not local.exists()
+    assert f"{local} is damaged and is made again: {DAMAGES[damage][1]}" in said(session)
 
 
 def test_a_copy_of_a_remote_folder_is_made_right(session: Session) -> None:
-    session.store = Store("memory://copies/hurt")
+    session.store = session.assets.store = Store("memory://copies/hurt")
     session.store.commit_folder("warm_start", {}, [session.store.add_bytes(b"weights", "warm_start", "model")])
     folder = session.assets.download("warm_start")
     (folder / "model").write_bytes(b"weird")  # a download that was killed, or an earlier folder of that name

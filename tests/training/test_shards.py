@@ -74,13 +74,13 @@ def test_an_object_instead_of_a_tensor_is_not_unpickled(engine: TrainEngine, sav
     table: Metadata = FileSystemReader(saved).read_metadata()
     (index,) = [index for index in table.storage_data if index.fqn == "counts"]
     table.state_dict_metadata["counts"] = BytesStorageMetadata()
-    rank_mesh = table.storage_data.pop(index)
-    table.storage_data[type(index)("counts")] = rank_mesh
-    shard = saved / rank_mesh.relative_path
+    entry = table.storage_data.pop(index)
+    table.storage_data[type(index)("counts")] = entry
+    shard = saved / entry.relative_path
     start = shard.stat().st_size
     with shard.open("ab") as file:
         torch.save(Planted(tmp_path / "ran"), file)
-    rank_mesh.offset, rank_mesh.length = start, shard.stat().st_size - start
+    entry.offset, entry.length = start, shard.stat().st_size - start
     (saved / METADATA).write_bytes(pickle.dumps(table))
     dcp.load(engine.state(), checkpoint_id=saved)
     assert (tmp_path / "ran").exists(), "torch alone does not run it either"
