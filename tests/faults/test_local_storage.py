@@ -18,7 +18,7 @@ from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine
 from rl_core.training.mesh import RankMesh
-from tasks.runs.report_page import described, run_page
+from tasks.runs.report_page import run_page, run_summary
 from tasks.runs.run import open_run
 from tasks.session.session import Session, open_session
 
@@ -141,7 +141,7 @@ def test_a_person_sees_the_damage_when_a_run_is_taken_up(session: Session, damag
 def test_the_report_says_what_happened(session: Session) -> None:
     session.telemetry.warn("step 2 is damaged <actor/b>")
     assert "What happened" in run_page(session.store, {}) and "damaged &lt;actor/b&gt;" in run_page(session.store, {})
-    assert "step 2 is damaged <actor/b>" in described(session.store, {})
+    assert "step 2 is damaged <actor/b>" in run_summary(session.store, {})
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

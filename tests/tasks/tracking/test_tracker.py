@@ -19,9 +19,9 @@ from tasks.tracking.tracker import (
     Tracker,
     _batches,
     check_tracking,
+    configure_mlflow,
     default_tracking_uri,
     mlflow_client,
-    quiet_mlflow,
 )
 
 
@@ -45,7 +45,7 @@ def open_tracker(uri: str, root: Path | None) -> Tracker:
 def test_environment_is_set_but_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
-    quiet_mlflow()
+    configure_mlflow()
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "7"
 
