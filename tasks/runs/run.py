@@ -87,7 +87,7 @@ def find_run(
         )
     if resume and not store.exists(run_files.RUN):
         raise InputError(
-            expected="an existing run",
+            expected="a run to resume",
             seen=f"no run {wanted}",
             where=root.url,
             fix=f"omit --resume to start it, or use --run with one of: {_names(root)}",

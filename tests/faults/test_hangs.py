@@ -221,12 +221,12 @@ def test_files_that_never_answer_end_the_process(tmp_path: Path) -> None:
         env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90, check=False,
     )  # fmt: skip
     before, _, output = done.stdout.partition("ended with 1\n")
-    assert re.search(r"no progress for \d s .* before the run: this process is in never_answers", before), done.stdout
+    assert re.search(r"no progress for \d s .* before the run started: this process hangs in never_", before), done.stdout
 
     assert done.returncode == 1, output
-    told = r"no progress for \d s \(trainer.stall_timeout_s\): stage none, since [\d:]+; this process is in never_"
+    told = r"no progress for \d s \(trainer.stall_timeout_s\): stage none, since [\d:]+; this process hangs in never_"
     assert re.search(told, output), output
-    assert "the same command with --run silent continues" in output
+    assert "to resume: the same command with --run silent" in output
     (file,) = (tmp_path / "stalls").iterdir()
     assert str(file) in output and "in never_answers" in file.read_text()
     status = read_status(Store(str(tmp_path / "runs/silent")))
@@ -260,4 +260,4 @@ def test_a_tracker_that_never_answers_holds_no_step(tmp_path: Path, caplog: pyte
         start = time.monotonic()
         sent = tracker.flush(lambda _: [{"step": 1, "time": 0.0, "metrics": {"reward/mean": 1.0}}])
         assert sent == 0 and time.monotonic() - start < 5
-    assert re.search(r"Metrics are kept and sent later. MLflow at http://\S+ failed: no answer within 3 s", caplog.text)
+    assert re.search(r"Metrics are stored and sent later. MLflow at http://\S+ failed: no answer within 3 s", caplog.text)

@@ -156,7 +156,7 @@ def test_a_damaged_folder_is_told_and_made_again(session: Session, folder: str, 
     assert rank_mesh
     DAMAGES[damage][0](rank_mesh / "actor/b")
     assert session.assets.verify_or_remove(folder) is None and not rank_mesh.exists()
-    assert f"{rank_mesh} is damaged and is made again: {DAMAGES[damage][1]}" in said(session)
+    assert f"{rank_mesh} is damaged and will be rebuilt: {DAMAGES[damage][1]}" in said(session)
 
 
 def test_a_copy_of_a_remote_folder_is_made_right(session: Session) -> None:

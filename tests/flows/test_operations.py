@@ -151,7 +151,7 @@ def first(place: Place) -> dict[str, Any]:
     """A flow run of post-train that is under way."""
     assert rollforward(place.home, "deploy", folder=place.home).code == 0
     again = rollforward(place.home, "deploy", folder=place.home)
-    assert again.code == 0 and again.output.count("is there") == 4, again.output
+    assert again.code == 0 and again.output.count("unchanged") == 4, again.output
     done, run = place.deployment_run("post-train/post-train", {"run_name": "first", "overrides": TINY}, watch=False)
     assert run, done.output
     return place.wait(run["id"], "RUNNING")
@@ -160,7 +160,7 @@ def first(place: Place) -> dict[str, Any]:
 def test_up_again_starts_nothing(place: Place) -> None:
     services = running_services(place.home)
     again = rollforward(place.home, "up")
-    assert "all ran already" in again.output and running_services(place.home) == services
+    assert "(already running)" in again.output and running_services(place.home) == services
 
 
 def test_a_service_that_died_comes_back_where_the_others_look_for_it(place: Place) -> None:
@@ -175,7 +175,7 @@ def test_a_service_that_died_comes_back_where_the_others_look_for_it(place: Plac
 def test_an_overlapping_training_is_refused_by_name(place: Place, first: dict[str, Any]) -> None:
     done, run = place.deployment_run("retrain/retrain-nightly", {"overrides": TINY})
     assert done.code != 0 and run["state_type"] == "CANCELLED", done.output
-    assert f"flow run demo ({first['id']}) trains" in run["state"]["message"]
+    assert f"flow run demo ({first['id']}) is training" in run["state"]["message"]
 
 
 def test_a_killed_flow_process_is_started_again_and_completes(place: Place, first: dict[str, Any]) -> None:
@@ -270,8 +270,8 @@ def test_down_leaves_nothing(place: Place, first: dict[str, Any]) -> None:
     process = place.process_of(run["id"])
     ended = rollforward(place.home, "down")
     assert ended.code == 0 and "flow run demo, cancelled" in ended.output, ended.output
-    log = (place.home / "logs/worker.log").read_text().rpartition("up to step 500")[2]
-    assert "asked to stop: the step that is under way ends first" in log
+    log = (place.home / "logs/worker.log").read_text().rpartition("train  to step 500")[2]
+    assert "stopping after the current step" in log
     last = re.findall(r"step +(\d+)/500", log)[-1]
     assert place.committed("ended")[-1] == step_name(int(last)), log
     states = states_of(place.home, run["id"])

@@ -41,8 +41,8 @@ def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 def test_a_recipe_with_good_rows_may_start(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     code, said = check(capsys, "demo", "data.train_rows=70", "data.val_rows=9")
-    assert code == 0 and "a run with these rows starts" in said and "sort_digits (79 rows)" in said
-    assert "70 seen, 70 stay" in said and "the offline model" in said
+    assert code == 0 and "a run would accept these rows" in said and "sort_digits (79 rows)" in said
+    assert "70 read, 70 kept" in said and "the offline model" in said
     assert list(folder.iterdir()) == []  # it writes nothing that nobody asked for
 
 
@@ -63,7 +63,7 @@ def test_ten_kinds_of_broken_rows_are_all_named_at_once(capsys: pytest.CaptureFi
     train, val = write("train.jsonl", [each for _, each in broken]), write("val.jsonl", [row("99")])
     settings = ("agent.tools=[calculator]", "data.max_prompt_length=20")
     code, said = check(capsys, train, "--val", val, *settings)
-    assert code == 2 and "a run with these rows would stop" in said
+    assert code == 2 and "a run would reject these rows" in said
     assert [text for text, _ in broken if text not in said] == []
 
 

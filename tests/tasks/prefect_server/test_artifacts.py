@@ -102,7 +102,7 @@ def test_a_failing_server_is_left_alone(
     with caplog.at_level(logging.WARNING):
         pages.markdown("one", "", "")
         pages.markdown("two", "", "")
-    assert calls == ["run-one"] and "left alone" in caplog.text and "secret" not in caplog.text
+    assert calls == ["run-one"] and "artifacts are paused" in caplog.text and "secret" not in caplog.text
 
 
 def test_without_a_server_of_its_own_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

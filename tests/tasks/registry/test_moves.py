@@ -129,7 +129,7 @@ def test_what_waits_is_promoted_by_approval_only(sqlite_uri: str, tmp_path: Path
     registry = registry_with(sqlite_uri, tmp_path, {"gate": "waiting"}, {"gate": "passed"})
     with pytest.raises(InputError, match="promote 1 --approve"):
         registry.promote_manually("1")
-    with pytest.raises(InputError, match="(?s)waits for approval.*`gate` is passed"):
+    with pytest.raises(InputError, match="(?s)awaiting approval.*`gate` is passed"):
         registry.promote_manually("2", approve=True)
     assert registry.aliases() == {}
     assert registry.promote_manually("1", approve=True) == (None, "1")

@@ -151,7 +151,7 @@ def test_check_refuses_a_sqlite_path_that_cannot_be_written(tmp_path: Path, kind
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("no database, only words " * 50)
     path = tmp_path / ("text/mlflow.db" if kind == "below a file" else kind)
-    with pytest.raises(InputError, match="SQLite file that can be written"):
+    with pytest.raises(InputError, match="a writable SQLite file"):
         check_tracking(f"sqlite:///{path}")
 
 
