@@ -69,7 +69,7 @@ def test_ten_kinds_of_broken_rows_are_all_named_at_once(capsys: pytest.CaptureFi
 
 def test_a_path_alone_is_looked_at_as_training_rows(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = check(capsys, write("rows.jsonl", [row("1"), row("2")]))
-    assert code == 0 and "2 seen, 2 stay" in said and "held-out" not in said
+    assert code == 0 and "2 read, 2 kept" in said and "held-out" not in said
 
 
 def test_a_folder_and_a_pattern_are_paths(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_and_a_pattern_are_paths(capsys: pytest.CaptureFixture[str], fo
     for i in range(3):
         write(f"many/{i}.jsonl", [row(str(i))])
     for target in ("many", "many/*.jsonl"):
-        assert "3 seen, 3 stay" in check(capsys, target)[1]
+        assert "3 read, 3 kept" in check(capsys, target)[1]
 
 
 def test_a_missing_scorer_stops_a_recipe_and_only_warns_of_a_path(capsys: pytest.CaptureFixture[str]) -> None:
