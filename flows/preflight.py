@@ -100,8 +100,8 @@ def watch_for_hang(config: RunConfig) -> Watchdog:
 
     def on_stall(silent_s: float) -> None:
         frames = own_frames(threading.main_thread().ident or 0)
-        message = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s) before the run started: this process hangs in {frames}"
-        Console().failure(TransientError(message))
+        waited = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s) before the run started"
+        Console().failure(TransientError(f"{waited}: this process hangs in {frames}"))
 
     return Watchdog(config.trainer.silence_s, on_stall)
 

@@ -64,14 +64,14 @@ def _versions() -> list[Finding]:
     needs = {need.name: need.specifier for need in map(Requirement, requires("rollforward") or []) if not need.marker}
     found = [Finding("ok", "python", f"{sys.version.split()[0]}, rollforward {version('rollforward')}")]
     for package in PACKAGES:
-        there, fix = _installed(package), f'pip install "{package}{needs.get(package, "")}"'
-        if there is None:
+        installed, fix = _installed(package), f'pip install "{package}{needs.get(package, "")}"'
+        if installed is None:
             found.append(Finding("problem", package, "not installed", fix))
-        elif package in needs and not needs[package].contains(there, prereleases=True):
-            found.append(Finding("problem", package, f"{there}, required {needs[package]}", fix))
+        elif package in needs and not needs[package].contains(installed, prereleases=True):
+            found.append(Finding("problem", package, f"{installed}, required {needs[package]}", fix))
         else:
-            found.append(Finding("ok", package, there))
-    engines = [f"{name} {there}" for name in ENGINES if (there := _installed(name))]
+            found.append(Finding("ok", package, installed))
+    engines = [f"{name} {installed}" for name in ENGINES if (installed := _installed(name))]
     fix = "python install.py gpu, or python install.py cpu on a machine without a GPU"
     found.append(Finding("ok" if engines else "problem", "vllm", ", ".join(engines) or "not installed", fix))
     return found
@@ -125,11 +125,11 @@ def _port(what: str, port: int, own: bool) -> Finding:
 
 
 def _disk(home: Path) -> Finding:
-    there = next(folder for folder in (home, *home.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(folder for folder in (home, *home.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     level: Level = "ok" if free > LEAST_DISK else "warning" if free > GIB else "problem"
     fix = "free space there, or set ROLLFORWARD_HOME or storage.root to another location"
-    return Finding(level, "disk", f"{free / GIB:.1f} GiB free at {there}", fix)
+    return Finding(level, "disk", f"{free / GIB:.1f} GiB free at {existing}", fix)
 
 
 def _probe(url: str) -> str:

@@ -100,19 +100,19 @@ def down(home: Path, report: Callable[[str], None]) -> list[str]:
     Raises TransientError if a process does not end.
     """
     services = running_services(home)
-    ended = []
+    stopped = []
     if {"prefect", "worker"} <= services.keys():
-        ended = [f"flow run {name}, cancelled" for name in _cancel_runs(services["prefect"].address, report)]
+        stopped = [f"flow run {name}, cancelled" for name in _cancel_runs(services["prefect"].address, report)]
     # The worker first: it would start further runs, and it reports the last states to the server.
     for name in sorted(services, key=["worker", "mlflow", "prefect"].index):
         stop_processes([services[name].process])
-        ended.append(f"{name}, process {services[name].process.pid}")
+        stopped.append(f"{name}, process {services[name].process.pid}")
         report(f"{name} stopped")
     left = service_processes(home)
     stop_processes([Process.of(process.pid) for process in left if process.is_running()])
-    ended += [f"leftover process {process.pid}" for process in left]
+    stopped += [f"leftover process {process.pid}" for process in left]
     write_services(home, {})
-    return ended
+    return stopped
 
 
 def service_processes(home: Path) -> list[psutil.Process]:

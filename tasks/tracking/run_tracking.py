@@ -32,9 +32,9 @@ class RunTracking:
         """The run's MLflow run; it is opened, and its config logged, once MLflow can be reached."""
         is_file = self.uri == local_tracking_uri(self.run.home)
         local = self.run.home / "mlartifacts" if is_file else None
-        experiment, began = self.config.tracking.experiment, self.store.read_json(run_files.RUN)["created"]
+        experiment, created = self.config.tracking.experiment, self.store.read_json(run_files.RUN)["created"]
         # The name alone is not unique: another home folder, or a deleted run, may have used it.
-        return Tracker(self.uri, experiment, self.run.name, f"{began:.6f}", local, self._describe)
+        return Tracker(self.uri, experiment, self.run.name, f"{created:.6f}", local, self._describe)
 
     def _describe(self, tracker: Tracker) -> None:
         tracker.log_config(flatten(self.config), to_yaml(self.config), config_hash(self.config))

@@ -199,8 +199,8 @@ class Tracker:
 
         run_id = self.run_id
         with mlflow_errors(self.uri):
-            there = self._client.get_run(run_id).data.params
-            new = [Param(key, str(value)[:_PARAM_LENGTH]) for key, value in flat.items() if key not in there]
+            logged = self._client.get_run(run_id).data.params
+            new = [Param(key, str(value)[:_PARAM_LENGTH]) for key, value in flat.items() if key not in logged]
             for start in range(0, len(new), _PARAMS_PER_BATCH):
                 self._client.log_batch(run_id, params=new[start : start + _PARAMS_PER_BATCH])
             self._client.log_text(run_id, yaml_text, "config.yaml")

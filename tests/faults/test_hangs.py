@@ -221,7 +221,9 @@ def test_files_that_never_answer_end_the_process(tmp_path: Path) -> None:
         env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90, check=False,
     )  # fmt: skip
     before, _, output = done.stdout.partition("ended with 1\n")
-    assert re.search(r"no progress for \d s .* before the run started: this process hangs in never_", before), done.stdout
+    assert re.search(r"no progress for \d s .* before the run started: this process hangs in never_", before), (
+        done.stdout
+    )
 
     assert done.returncode == 1, output
     told = r"no progress for \d s \(trainer.stall_timeout_s\): stage none, since [\d:]+; this process hangs in never_"
@@ -260,4 +262,6 @@ def test_a_tracker_that_never_answers_holds_no_step(tmp_path: Path, caplog: pyte
         start = time.monotonic()
         sent = tracker.flush(lambda _: [{"step": 1, "time": 0.0, "metrics": {"reward/mean": 1.0}}])
         assert sent == 0 and time.monotonic() - start < 5
-    assert re.search(r"Metrics are stored and sent later. MLflow at http://\S+ failed: no answer within 3 s", caplog.text)
+    assert re.search(
+        r"Metrics are stored and sent later. MLflow at http://\S+ failed: no answer within 3 s", caplog.text
+    )
