@@ -1,7 +1,7 @@
-"""What a flow does first when a worker runs it: its environment, its place among other attempts and other runs.
+"""Start of a flow in a worker: environment, earlier attempts of the flow run, and conflicting trainings.
 
-Prefect starts the same flow run again after a crash. What an attempt decided stands for those after it, and a process
-of an earlier attempt that still lives is ended: it may have lost its server only.
+Prefect restarts a flow run after a crash. Later attempts reuse the decisions of the first one, and kill a process of
+an earlier attempt that is still alive: it may only have lost its connection to the server.
 """
 
 import os
@@ -22,7 +22,7 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 
 from flows.home import prepare_home
-from flows.server.services import end
+from flows.server.services import stop_processes
 from rl_core.config.schema import RunConfig
 from rl_core.errors import TrainingError, TransientError
 from rl_core.runtime.guardian import start_guardian
@@ -34,72 +34,72 @@ from tasks.runs.run import runs_root
 Answer = TypeVar("Answer")
 
 TRAININGS = ["post-train", "retrain"]
-"""Flows of which one at a time runs in a work pool."""
-ASK_AGAIN_S = 1.0
-WAITS_S = (10.0, 30.0, 60.0, 120.0)
-"""Waits for MLflow or storage outside of stages: a server that starts anew takes so long."""
+"""Flows of which only one may run at a time in a work pool."""
+RECHECK_DELAY_S = 1.0
+RETRY_DELAYS_S = (10.0, 30.0, 60.0, 120.0)
+"""Waits between retries outside of stages, long enough for a restart of MLflow or of the storage."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """This process's attempt at a flow run."""
+    """The attempt of a flow run in this process."""
 
     home: Path
     flow_run: str
     number: int
     """1 for the first attempt."""
 
-    def once(self, config: RunConfig, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the first attempt decided, as JSON; what storage and MLflow cannot say now is asked for again.
+    def decide_once(self, config: RunConfig, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The decision of the first attempt, as JSON; transient errors of storage and MLflow are retried.
 
-        It is kept beside the runs, where attempts on other machines find it.
+        It is stored next to the runs, where attempts on other machines find it.
         """
-        from flows.preflight import watched  # with torch, when its environment is set
+        from flows.preflight import watch_for_hang  # imports torch, whose environment must be set first
 
         store, file = runs_root(config.storage, self.home).child("attempts"), f"{self.flow_run}.json"
 
         def decided() -> dict[str, Any]:
             if not store.exists(file):
                 store.write_json(file, decide())
-            kept: dict[str, Any] = store.read_json(file)
-            return kept
+            stored: dict[str, Any] = store.read_json(file)
+            return stored
 
-        with watched(config):
+        with watch_for_hang(config):
             return retry_transient(decided)
 
     def run_name(self, recipe: str) -> str:
-        """A name for a run of the recipe that every attempt at this flow run finds again."""
+        """A name for a run of the recipe, the same in every attempt of this flow run."""
         return f"{Path(recipe).stem}-{self.flow_run[:8]}"
 
 
 def begin_attempt(max_attempts: int) -> Attempt:
-    """Makes this process the only attempt at its flow run.
+    """Makes this process the only attempt of its flow run.
 
-    Raises TrainingError beyond `max_attempts`, after which Prefect does not start the flow run again.
+    Raises TrainingError after `max_attempts`, so that Prefect does not restart the flow run again.
     """
     home = prepare_home(verbose=True)
     start_guardian()
-    sys.path.append(os.getcwd())  # functions of the user's own
+    sys.path.append(os.getcwd())  # for the user's functions
     number, name = int(flow_run.run_count or 1), str(flow_run.id)
     if number > max_attempts:
         raise TrainingError(
-            f"attempt {number} of at most {max_attempts}: the run crashes again and again. What is committed stays; "
-            "see the log of the attempts, then start a flow run with the same run name."
+            f"attempt {number} (max_attempts={max_attempts}): the flow run crashed repeatedly. Committed steps are "
+            "kept; see the logs of the attempts, then start a flow run with the same run name to resume."
         )
     mine = Store(str(home)).child("attempts")
     if mine.exists(f"{name}.json"):
-        end([Process(**mine.read_json(f"{name}.json")["process"])])
+        stop_processes([Process(**mine.read_json(f"{name}.json")["process"])])
     mine.write_json(f"{name}.json", {"process": asdict(Process.of(os.getpid()))})
     return Attempt(home, name, number)
 
 
-def other_training() -> str | None:
-    """Why this training may not run now, in words: another one of the work pool does. None when it may.
+def find_conflicting_training() -> str | None:
+    """A message if another training runs in the same work pool, else None.
 
-    Of two that start together the one whose state the server stamped first goes on. The server stamps a state before it
-    stores it, so it is asked twice.
+    Of two that start together the one with the earlier state timestamp continues. The server sets the timestamp before
+    it stores the state, so the check runs twice.
     """
-    for wait in (0.0, ASK_AGAIN_S):
+    for wait in (0.0, RECHECK_DELAY_S):
         time.sleep(wait)
         with get_client(sync_client=True) as client:
             running = client.read_flow_runs(
@@ -110,14 +110,14 @@ def other_training() -> str | None:
         for run in running:
             if own and run.id != own.id and run.work_pool_name == own.work_pool_name and _since(run) < _since(own):
                 return (
-                    f"refused: flow run {run.name} ({run.id}) trains in work pool {own.work_pool_name} and two "
-                    "trainings never overlap; start again when it has ended"
+                    f"refused: flow run {run.name} ({run.id}) is training in work pool {own.work_pool_name}; only one "
+                    "training may run at a time, so start this one again after it has ended"
                 )
     return None
 
 
-def asked_to_cancel() -> bool:
-    """Whether somebody cancels this flow run; False when the server does not say."""
+def cancellation_requested() -> bool:
+    """Whether this flow run is being cancelled; False if the server does not answer."""
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(str(flow_run.id))).state
@@ -126,17 +126,17 @@ def asked_to_cancel() -> bool:
     return state is not None and state.type == StateType.CANCELLING
 
 
-def retry_transient(ask: Callable[[], Answer]) -> Answer:
-    """What storage or MLflow answers, asked again for some minutes; after that raises its TransientError."""
-    for wait in WAITS_S:
+def retry_transient(call: Callable[[], Answer]) -> Answer:
+    """Result of the call, retried on TransientError after each of `RETRY_DELAYS_S`; then raises the error."""
+    for wait in RETRY_DELAYS_S:
         try:
-            return ask()
+            return call()
         except TransientError:
             end = time.monotonic() + wait
             while time.monotonic() < end:
                 progress()
                 time.sleep(1.0)
-    return ask()
+    return call()
 
 
 def _since(run: FlowRun) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""The held-out score of a registered version, without training."""
+"""Flow: scores a registered version on held-out rows, without training."""
 
 import json
 from typing import Annotated, Any
@@ -19,27 +19,27 @@ def evaluate(
     version: int | str = CHAMPION,
     max_attempts: Annotated[int, Field(ge=1)] = 5,
 ) -> dict[str, Any]:
-    """Scores of a version or alias of the recipe's model on the recipe's held-out rows.
+    """Scores a version or alias of the recipe's model on the recipe's held-out rows.
 
     Args:
         recipe: name or path of a recipe. overrides: settings as `a.b=value`. version: number or alias.
-        max_attempts: times that the flow run may be started before it counts as failed.
+        max_attempts: maximum number of starts of the flow run before it fails.
     """
     attempt = begin_attempt(max_attempts)
     given = compose(recipe, overrides or [])
     config = given.config
     registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
-    number = attempt.once(config, lambda: {"version": registry.get(str(version)).version})["version"]
+    number = attempt.decide_once(config, lambda: {"version": registry.get(str(version)).version})["version"]
     folder = retry_transient(lambda: registry.local_folder(number, attempt.home / "cache"))
-    # Ray and torch are imported here, when their environment is set.
-    from flows.preflight import preflight, watched
+    # Ray and torch are imported here, after their environment was set.
+    from flows.preflight import preflight, watch_for_hang
     from tasks.evaluate import evaluate as score
     from tasks.prepare_data import prepare_data
     from tasks.runs.run import find_run, open_run
     from tasks.session.session import open_session
 
     composed = extend(given, [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"])
-    with watched(composed.config):
+    with watch_for_hang(composed.config):
         preflight(composed, attempt.home, resuming=True)
         name = f"evaluate-{attempt.run_name(recipe)}"
         retry_transient(lambda: find_run(composed, attempt.home, name))

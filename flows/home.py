@@ -1,6 +1,6 @@
-"""The home folder, and the environment of a driver process, set before torch, Ray, Prefect or MLflow are imported.
+"""The home folder and the environment of a driver process, set before torch, Ray, Prefect or MLflow are imported.
 
-Everything that these libraries store goes below the home folder; their telemetry and routine logging are off.
+These libraries store everything below the home folder; their telemetry and routine logging are off.
 """
 
 import os
@@ -26,7 +26,7 @@ ADDRESSES = (
     "AWS_ENDPOINT_URL_S3",
     "FSSPEC_S3_ENDPOINT_URL",
 )
-"""Variables with addresses that libraries write into logs and errors."""
+"""Variables whose addresses libraries write to logs and error messages."""
 _LIBRARIES = {
     "OMP_NUM_THREADS": "1",  # the driver only moves small tensors
     "DO_NOT_TRACK": "1",
@@ -41,29 +41,37 @@ def home_folder() -> Path:
 
 
 def prepare_home(verbose: bool) -> Path:
-    """Creates the home folder, sets the environment that the libraries need, and returns the folder.
+    """Creates the home folder, sets the environment of the libraries, and returns the folder.
 
-    Raises InputError when it cannot be written, and for variables whose addresses have credentials: libraries write
-    those into logs, errors and databases.
+    Raises InputError if the folder is not writable, and for addresses with credentials in `ADDRESSES`: libraries write
+    those to logs, error messages and databases.
     """
     home = home_folder()
     if found := [name for name in ADDRESSES if holds_credentials(os.environ.get(name, ""))]:
-        raise InputError("addresses without credentials", f"some in {', '.join(found)}", "environment", CREDENTIALS_FIX)
-    from tasks.tracking.tracker import quiet_mlflow
+        raise InputError(
+            expected="addresses without credentials",
+            seen=f"credentials in {', '.join(found)}",
+            where="environment",
+            fix=CREDENTIALS_FIX,
+        )
+    from tasks.tracking.tracker import configure_mlflow
 
     try:
         home.mkdir(parents=True, exist_ok=True)
         prepare_environment(home, verbose)
     except OSError as error:
         raise InputError(
-            "a home folder that can be written", str(error), f"ROLLFORWARD_HOME={home}", "set ROLLFORWARD_HOME=FOLDER"
+            expected="a writable home folder",
+            seen=str(error),
+            where=f"ROLLFORWARD_HOME={home}",
+            fix="set ROLLFORWARD_HOME=FOLDER",
         ) from error
-    quiet_mlflow()
+    configure_mlflow()
     return home
 
 
 def open_registry(model: str | None, tracking_uri: str | None = None, verbose: bool = False) -> "Registry":
-    """The registered model of that name, or the only one there is; MLflow is that of the home folder by default."""
+    """The registered model of that name, or the only one; uses the default MLflow if `tracking_uri` is None."""
     home = prepare_home(verbose)
     from tasks.registry.registry import Registry, only_model
     from tasks.tracking.tracker import check_tracking, default_tracking_uri
@@ -74,18 +82,18 @@ def open_registry(model: str | None, tracking_uri: str | None = None, verbose: b
 
 
 def prepare_libraries() -> None:
-    """Sets the variables that a read-only command needs; variables that the user has set keep their values."""
+    """Sets the variables that a read-only command needs, except those already set."""
     for name, value in _LIBRARIES.items():
         os.environ.setdefault(name, value)
 
 
 def prepare_environment(home: Path, verbose: bool = False) -> None:
-    """Sets the variables; values that the user has set are kept, except where a wrong value breaks the run."""
+    """Sets the variables of a driver process, except those already set."""
     prepare_libraries()
     prefect = home / "prefect"
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_task_events_report_interval_ms": "0",  # Ray's GCS would remember 100,000 calls
+        "RAY_task_events_report_interval_ms": "0",  # otherwise Ray's GCS keeps the last 100,000 calls in memory
         "RAY_worker_niceness": "0",  # by default Ray lowers the priority of its workers
         "PREFECT_HOME": str(prefect),
         "PREFECT_LOCAL_STORAGE_PATH": str(prefect / "storage"),
@@ -104,7 +112,7 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
         if variable := {"prefect": "PREFECT_API_URL", "mlflow": "MLFLOW_TRACKING_URI"}.get(name):
             os.environ.setdefault(variable, service.address)
     if "PREFECT_API_URL" not in os.environ:
-        # A server that the run itself starts is never restarted, so retrying for a minute is pointless.
+        # The run's own server is never restarted, so retrying for a minute is pointless.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "3")
     if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -112,7 +120,7 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
 
 
 def _ray_token(home: Path) -> Path:
-    """A file with the secret that this home folder's Ray processes share."""
+    """The file with the shared secret of this home folder's Ray processes."""
     token = home / "ray" / "token"
     token.parent.mkdir(parents=True, exist_ok=True)
     if not token.exists():

@@ -1,4 +1,4 @@
-"""Parameters that several flows have; Prefect checks them before it makes a flow run."""
+"""Parameters shared by several flows; Prefect validates them before it creates a flow run."""
 
 from typing import Annotated, Literal
 
@@ -9,5 +9,5 @@ Hours = Annotated[float, Field(gt=0)]
 
 
 def gate_setting(mode: GateMode | None) -> list[str]:
-    """The setting of a gate mode, none when the recipe decides."""
+    """The override for a gate mode; empty if the recipe's setting applies."""
     return [] if mode is None else [f"gate.mode={mode}"]

@@ -1,4 +1,4 @@
-"""The main flow: from rows and a model to a trained, evaluated, registered and perhaps promoted version."""
+"""The main flow: trains, evaluates, registers and, if the gate allows, promotes a model."""
 
 import signal
 import time
@@ -33,7 +33,7 @@ def post_train(run: Run, verbose: bool = False, keep_data: bool = False, stop_at
     """Runs all stages of an opened run, within a flow, and returns a summary of JSON values.
 
     Args:
-        verbose: show what the libraries log.
+        verbose: show the logs of the libraries.
         keep_data: use the run's committed rows even if the source files have changed.
         stop_at: time, in seconds since 1970, after which no further segment of steps starts.
     """
@@ -46,7 +46,7 @@ def post_train(run: Run, verbose: bool = False, keep_data: bool = False, stop_at
         step = committed_step(run.store)
         while step < config.trainer.steps:
             if stop_at is not None and time.time() > stop_at:
-                session.console.note(f"time budget spent: training ends at step {step} of {config.trainer.steps}")
+                session.console.note(f"time budget used up: training ends at step {step} of {config.trainer.steps}")
                 break
             step = train(min(step + config.trainer.segment_steps, config.trainer.steps))
         after = evaluate(step)
@@ -69,9 +69,10 @@ def post_train(run: Run, verbose: bool = False, keep_data: bool = False, stop_at
 
 
 def run_as_flow(composed: Composed, overrides: list[str], stages: Callable[[], Summary]) -> Summary:
-    """The result of `stages` as a flow run in this process, which counts even if Prefect's server dies meanwhile.
+    """Runs `stages` as a flow run in this process and returns their result, even if Prefect's server dies meanwhile.
 
-    Stages need no server; only how the flow ended is reported to it. Raises TransientError when no server starts.
+    Stages need no server; only the final state of the flow is reported to it. Raises TransientError if no server
+    starts.
     """
     outcome: Future[Summary] = Future()
 
@@ -84,14 +85,14 @@ def run_as_flow(composed: Composed, overrides: list[str], stages: Callable[[], S
         return outcome.result()
 
     if not PREFECT_API_URL.value():
-        # Nobody sees the events of the run's own server, and at exit each would wait for a dead one.
+        # Nobody reads the events of the run's own server, and at exit each would wait for a dead server.
         EventsWorker.set_client_override(NullEventsClient)
     try:
         return flow(name="post-train", flow_run_name="{recipe}", persist_result=False)(body)(composed.recipe, overrides)
-    except (httpx.HTTPError, RuntimeError) as error:  # Prefect has no error of its own for a server that does not start
+    except (httpx.HTTPError, RuntimeError) as error:  # Prefect has no specific error for a server that does not start
         if not outcome.done():
-            raise TransientError(f"Prefect's server failed: {error}; nothing was started") from error
+            raise TransientError(f"the Prefect server failed: {error}; no stage was started") from error
         if outcome.exception() is error:
             raise
-        Console().note(f"Prefect's server is gone ({error}): its pages do not show how the run ended")
+        Console().note(f"the Prefect server is gone ({error}): its pages do not show the final state of the run")
     return outcome.result()

@@ -1,4 +1,4 @@
-"""What is looked at before anything starts, so that a person's mistake costs seconds."""
+"""Checks before a run starts, so that a user error costs only seconds."""
 
 import os
 import threading
@@ -30,71 +30,86 @@ from tasks.tracking.tracker import check_tracking, default_tracking_uri
 
 
 def check_home(home: Path) -> None:
-    """InputError when the home folder cannot be written."""
+    """Raises InputError if the home folder is not writable."""
     try:
         Store(str(home)).check_writable()
     except InputError as error:
         raise InputError(
-            "a home folder that can be written", error.seen, f"ROLLFORWARD_HOME={home}", "set ROLLFORWARD_HOME=FOLDER"
+            expected="a writable home folder",
+            seen=error.seen,
+            where=f"ROLLFORWARD_HOME={home}",
+            fix="set ROLLFORWARD_HOME=FOLDER",
         ) from error
 
 
 def check_cluster() -> None:
-    """InputError when nothing answers at RAY_ADDRESS."""
+    """Raises InputError if no cluster answers at RAY_ADDRESS."""
     address = os.environ.get("RAY_ADDRESS", "")
     if problem := cluster_problem(address):
-        fix = "start it (`ray start --head --port 6379`) or correct the address; unset, a run starts a Ray of its own"
-        raise InputError("a Ray cluster that answers", problem, f"RAY_ADDRESS={address}", fix)
+        raise InputError(
+            expected="a reachable Ray cluster",
+            seen=problem,
+            where=f"RAY_ADDRESS={address}",
+            fix="start it (`ray start --head --port 6379`), correct the address, or unset it to start a local Ray",
+        )
 
 
 def check_prefect() -> None:
-    """InputError when nothing answers at PREFECT_API_URL, without which a flow cannot begin."""
+    """Raises InputError if no server answers at PREFECT_API_URL, because the flow could not start."""
     url = os.environ.get("PREFECT_API_URL", "")
     if url and (problem := api_problem(url)):
-        fix = "start it (`rollforward up`) or correct the address; unset, a run starts a server of its own"
-        raise InputError("a Prefect server that answers", problem, f"PREFECT_API_URL={url}", fix)
+        raise InputError(
+            expected="a reachable Prefect server",
+            seen=problem,
+            where=f"PREFECT_API_URL={url}",
+            fix="start it (`rollforward up`), correct the address, or unset it to start a temporary server",
+        )
 
 
 def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:
-    """Schemas of all tools; InputError when a tool, an MCP server or the environment is not there."""
+    """Schemas of all tools; raises InputError if a tool, an MCP server or the environment is missing."""
     if agent.environment:
         resolve_environment(agent.environment)
     try:
         return tool_schemas(agent)
     except TransientError as error:
-        fix = "start the server and check its address, or run its command by hand to see what it says"
-        raise InputError("MCP servers that list their tools", str(error), "agent.mcp_servers", fix) from error
+        raise InputError(
+            expected="MCP servers that list their tools",
+            seen=str(error),
+            where="agent.mcp_servers",
+            fix="start the server and check its address, or run its command by hand to see its output",
+        ) from error
 
 
 def check_engines(config: RunConfig) -> None:
-    """InputError when CUDA is asked for and there is none, and when a machine would have several engines of several
-    ranks on its CPUs: vLLM gives their shared memory one name."""
+    """Raises InputError if CUDA is configured but missing, or for several tensor-parallel engines on the CPUs of one
+    machine: vLLM gives their shared memory the same name."""
     device, size = resolve_device(config.trainer), config.rollout.tensor_parallel_size
     ranks = config.rollout.ranks_per_node or config.trainer.ranks_per_node
     if device == "cpu" and 1 < size < ranks:
         raise InputError(
-            "one tensor-parallel engine a machine on CPUs",
-            f"{ranks} ranks in engines of {size}",
-            f"rollout.tensor_parallel_size={size}",
-            f"set rollout.tensor_parallel_size={ranks}, or 1",
+            expected="at most one tensor-parallel engine per machine on CPUs",
+            seen=f"{ranks} ranks in engines of {size}",
+            where=f"rollout.tensor_parallel_size={size}",
+            fix=f"set rollout.tensor_parallel_size={ranks}, or 1",
         )
 
 
-def watched(config: RunConfig) -> Watchdog:
-    """What ends this process when storage or a server that is looked at never answers."""
+def watch_for_hang(config: RunConfig) -> Watchdog:
+    """A watchdog that kills this process if storage or a server never answers before the run starts."""
 
     def on_stall(silent_s: float) -> None:
         frames = own_frames(threading.main_thread().ident or 0)
-        message = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s) before the run, in {frames}"
-        Console().failure(TransientError(message))
+        waited = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s) before the run started"
+        Console().failure(TransientError(f"{waited}: this process hangs in {frames}"))
 
     return Watchdog(config.trainer.silence_s, on_stall)
 
 
 def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
-    """InputError for the first thing that the run could not work with: home, storage, MLflow, tools, environment,
-    model, scorers, source, device. With `resuming` there is a run, which a storage, an MLflow or a Ray that is down
-    shall not stop: what needs it waits for it."""
+    """Raises InputError for the first unusable part: home, storage, MLflow, Ray, tools, environment, model, scorers,
+    data sources, functions, device. With `resuming` an outage of storage, MLflow or Ray is accepted: the stages wait
+    for it."""
     config = composed.config
     check_home(home)
     if config.storage.root and not resuming:
@@ -116,10 +131,10 @@ def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
     check_scorers(config.reward, {})
     if not resuming and config.algorithm.overlong_buffer > config.data.max_response_length:
         raise InputError(
-            f"a part of data.max_response_length={config.data.max_response_length}, such as a quarter",
-            f"{config.algorithm.overlong_buffer}, longer than any response: each would be too long",
-            "algorithm.overlong_buffer",
-            "set algorithm.overlong_buffer, or 0 for none",
+            expected=f"at most data.max_response_length={config.data.max_response_length}, usually a quarter of it",
+            seen=f"{config.algorithm.overlong_buffer}, so every response would be penalised as overlong",
+            where="algorithm.overlong_buffer",
+            fix="reduce algorithm.overlong_buffer, or set it to 0 to disable the penalty",
         )
     for source in config.data.sources:
         load_source(source.source)

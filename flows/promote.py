@@ -1,4 +1,4 @@
-"""A person's promotion of a version, as a deployment: it holds no GPU while it waits for one."""
+"""Flow: manual promotion of a version, separate from training so that no GPU is held while a version waits."""
 
 from prefect import flow
 
@@ -12,9 +12,9 @@ def promote(
     """Makes a version or alias the champion.
 
     Args:
-        version: number or alias. model: registered model; the only one there is when it is not given.
-        approve: the word that a version waits for whose gate asks for a person's. force: overrule a gate that refused.
+        version: number or alias. model: registered model, by default the only one.
+        approve: approve a version awaiting approval. force: override a refusal of the gate.
     """
     registry = open_registry(model, verbose=True)
-    old, new = registry.promote_by_hand(str(version), approve, force)
+    old, new = registry.promote_manually(str(version), approve, force)
     return {"model": registry.name, "before": old, "champion": new}

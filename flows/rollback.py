@@ -1,4 +1,4 @@
-"""The way back: the champion before this one is champion again."""
+"""Flow: restores the previous champion."""
 
 from prefect import flow
 
@@ -7,10 +7,10 @@ from flows.home import open_registry
 
 @flow(name="rollback", persist_result=False)
 def rollback(model: str | None = None) -> dict[str, str]:
-    """Makes the version with the alias previous the champion, and the champion the previous one.
+    """Swaps the aliases `champion` and `previous`.
 
     Args:
-        model: registered model; the only one there is when it is not given.
+        model: registered model, by default the only one.
     """
     registry = open_registry(model, verbose=True)
     old, new = registry.rollback()

@@ -1,4 +1,4 @@
-"""`post_train` as a worker runs it: checked, started once at a time, continued after a crash."""
+"""Flow: `post_train` in a worker, with preflight checks, one training at a time, resumed after a crash."""
 
 import time
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 from pydantic import Field
 
-from flows.attempts import Attempt, asked_to_cancel, begin_attempt, other_training, retry_transient
+from flows.attempts import Attempt, begin_attempt, cancellation_requested, find_conflicting_training, retry_transient
 from flows.parameters import GateMode, Hours, gate_setting
 from rl_core.config.compose import Composed, compose
 
@@ -23,48 +23,48 @@ def train(
     max_hours: Hours | None = None,
     max_attempts: Annotated[int, Field(ge=1)] = 5,
 ) -> dict[str, Any] | State[Any]:
-    """Runs all stages of a recipe; the run of this name is continued when it exists.
+    """Runs all stages of a recipe; an existing run of this name is resumed.
 
     Args:
-        recipe: name or path of a recipe. overrides: settings as `a.b=value`. run_name: run to begin or continue.
-        gate_mode: how the gate decides; what the recipe says when it is not given.
-        max_hours: no further segment of steps begins after so many hours; what is trained by then is evaluated.
-        max_attempts: times that the flow run may be started before it counts as failed.
+        recipe: name or path of a recipe. overrides: settings as `a.b=value`. run_name: run to start or resume.
+        gate_mode: mode of the gate, by default the recipe's.
+        max_hours: time after which no further segment of steps starts; the steps trained so far are evaluated.
+        max_attempts: maximum number of starts of the flow run before it fails.
     """
     attempt = begin_attempt(max_attempts)
-    if refusal := other_training():
+    if refusal := find_conflicting_training():
         return Cancelled(message=refusal)
     composed = compose(recipe, [*(overrides or []), *gate_setting(gate_mode)])
-    plan = attempt.once(composed.config, lambda: {"stop_at": stop_time(max_hours)})
+    plan = attempt.decide_once(composed.config, lambda: {"stop_at": stop_time(max_hours)})
     return run_stages(attempt, composed, run_name, plan["stop_at"])
 
 
 def run_stages(
     attempt: Attempt, composed: Composed, run_name: str | None, stop_at: float | None
 ) -> dict[str, Any] | State[Any]:
-    """The summary of `post_train`, whose stages become task runs of the calling flow run; the state of a flow run that
-    was cancelled."""
-    # Ray and torch are imported here, when their environment is set.
+    """Runs `post_train`, with its stages as task runs of the calling flow run; returns its summary, or the state
+    Cancelled."""
+    # Ray and torch are imported here, after their environment was set.
     from flows.post_train import post_train
-    from flows.preflight import preflight, watched
+    from flows.preflight import preflight, watch_for_hang
     from tasks.runs.run import find_run, open_run
 
     name = run_name or attempt.run_name(composed.recipe)
-    with watched(composed.config):
+    with watch_for_hang(composed.config):
         preflight(composed, attempt.home, resuming=True)
         retry_transient(lambda: find_run(composed, attempt.home, name))
         run = open_run(composed, attempt.home, name)
     try:
-        # The rows that the first attempt committed stay, even if files have been added since.
+        # Later attempts use the rows committed by the first one, even if files were added since.
         return post_train(run, verbose=True, stop_at=stop_at, keep_data=attempt.number > 1)
     except TerminationSignal:
-        # While steps are made Prefect's own answer to a cancellation is replaced, and it takes SIGTERM for a crash,
-        # after which the automations start the flow run again.
-        if asked_to_cancel():
-            return Cancelled(message=f"cancelled; what is committed stays, run_name={name} continues it")
+        # During training steps Prefect's signal handler is replaced, so Prefect would take the SIGTERM of a
+        # cancellation for a crash, and the automations would restart the flow run.
+        if cancellation_requested():
+            return Cancelled(message=f"cancelled; to resume from the last committed step: run_name={name}")
         raise
 
 
 def stop_time(max_hours: float | None) -> float | None:
-    """The time, in seconds since 1970, at which a budget that begins now is used up."""
+    """The end of a time budget that starts now, in seconds since 1970."""
     return None if max_hours is None else time.time() + 3600 * max_hours

@@ -1,4 +1,4 @@
-"""Stages: the held-out scores of the policy at a step, and of the champion on the same rows with the same seeds."""
+"""Stages: score the policy at a step on the held-out rows, and the champion on the same rows with the same seeds."""
 
 from collections.abc import Callable
 
@@ -17,41 +17,41 @@ from tasks.session.session import Session
 from tasks.stage import stage
 
 
-@stage("evaluate", "the policy at step {0}")
+@stage("evaluate", "policy at step {0}")
 def evaluate(session: Session, step: int) -> dict[str, float]:
-    """The scores at the step that training has reached, made once: mean of each metric."""
+    """Mean of each metric at `step`, the step that training has reached; computed once."""
     if not session.store.exists(run_files.evaluation(step)):
 
-        def made() -> Json:
+        def score() -> Json:
             roles, assets = session.workers.train_to(step), session.assets
             return evaluation.evaluate(session.config, assets.val_rows, roles, assets.tokenizer)
 
         weights = weights_hash(export(session, step)) if step else folder_hash(session.assets.fetch_policy_model())
-        session.store.write_json(run_files.evaluation(step), _kept(session, weights, made))
+        session.store.write_json(run_files.evaluation(step), _cached(session, weights, score))
     return _report(session, session.store.read_json(run_files.evaluation(step)))
 
 
-@stage("evaluate champion", "which version {0} is held against")
+@stage("evaluate champion", "baseline for version {0}")
 def evaluate_champion(session: Session, version: str) -> dict[str, float] | None:
-    """The scores of the champion on the run's held-out rows; None without one, and where there is nothing to decide."""
+    """The champion's scores on the run's held-out rows; None without another champion or if `gate.mode` is off."""
     if session.config.gate.mode == "off":
         session.console.note("gate.mode is off")
         return None
     result = champion_result(session, version)
     if result is None:
-        session.console.note("there is no other champion")
+        session.console.note("no other champion")
         return None
     if "problem" in result:
-        session.console.note(clean(f"version {result['version']} has no score here: {result['problem']}"))
+        session.console.note(clean(f"version {result['version']} cannot be scored: {result['problem']}"))
         return None
     session.console.note(f"version {result['version']}")
     return _report(session, result)
 
 
 def champion_result(session: Session, version: str) -> Json | None:
-    """The evaluation of the present champion with its `version`, made once; None when there is none or it is `version`.
+    """The current champion's evaluation and its `version`, computed once; None without one or if it is `version`.
 
-    Where the champion cannot be evaluated, which needs no retry, there is a `problem` instead of scores.
+    If the champion cannot be evaluated, the result has a `problem` instead of scores; a retry would not help.
     """
     champion = session.registry.aliases().get(CHAMPION)
     if champion in (None, version):
@@ -74,21 +74,21 @@ def champion_result(session: Session, version: str) -> Json | None:
 def _of_version(session: Session, version: str) -> Json:
     weights = session.registry.get(version).checkpoint or folder_hash(session.assets.download_version(version))
 
-    def made() -> Json:
+    def score() -> Json:
         folder = session.assets.download_version(version)
         roles = session.workers.load_model(folder)
         tokenizer = load_tokenizer(folder)
         rows = RLHFDataset.load(session.store, "val", tokenizer, session.assets.tools_of)
         return evaluation.evaluate(session.config, rows, roles, tokenizer)
 
-    return _kept(session, weights, made)
+    return _cached(session, weights, score)
 
 
-def _kept(session: Session, weights: str, made: Callable[[], Json]) -> Json:
-    """The evaluation of these weights out of those that all runs share, or made and put there."""
+def _cached(session: Session, weights: str, score: Callable[[], Json]) -> Json:
+    """The evaluation of these weights from the cache that all runs share; on a miss, runs `score` and stores it."""
     root = runs_root(session.config.storage, session.run.home)
     data = evaluation.rows_hash(session.assets.val_rows.rows)
-    return evaluation.cached(root, weights, data, evaluation.settings_of(session.config), made)
+    return evaluation.cached(root, weights, data, evaluation.settings_of(session.config), score)
 
 
 def _report(session: Session, result: Json) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The policy as an ordinary Hugging Face folder: what is evaluated, registered, loaded again and served."""
+"""Exports the policy as an ordinary Hugging Face folder, which is then evaluated, registered, reloaded and served."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tasks.session.session import Session
 
 
 def export(session: Session, step: int) -> dict[str, Any]:
-    """Commits the policy at the step that training has reached as a folder, once; returns its manifest."""
+    """Commits the policy at `step`, the step that training has reached, as a folder, once; returns its manifest."""
     folder = run_files.export(step)
     manifest = session.assets.verify_or_remove(folder)
     if manifest is None:

@@ -1,4 +1,4 @@
-"""Stage: the run's training and held-out rows, checked and committed."""
+"""Stage: checks and commits the run's training and held-out rows."""
 
 from typing import Any
 
@@ -16,22 +16,21 @@ from tasks.stage import stage
 
 @stage("prepare data")
 def prepare_data(session: Session) -> dict[str, Any]:
-    """Commits the rows once; returns their counts and hash.
+    """Commits the rows once and returns their counts and hash.
 
-    Raises InputError when the files that they were made of have changed since, unless the session keeps its rows.
+    Raises InputError if the source files have changed since then, unless the session keeps its rows.
     """
     session.assets.check_chat_template()
-    committed = session.assets.verify_or_remove(
-        run_files.DATA, content=False
-    )  # what rows say is checked as they are read
+    # Checksums of the content are verified when rows are read.
+    committed = session.assets.verify_or_remove(run_files.DATA, content=False)
     if committed and not session.keep_data:
-        check_unchanged(committed["meta"]["files"], session.config.data.paths, session.run.name)
+        check_source_files(committed["meta"]["files"], session.config.data.paths, session.run.name)
     facts = prepare.prepare_data(
         session.config,
         session.store,
         session.assets.tokenizer,
         session.assets.tools_of,
-        lambda count: session.console.note(f"{count:,} rows so far"),
+        lambda count: session.console.note(f"{count:,} rows read"),
     )
     check_scorers(session.config.reward, {name: f"{rows:,} rows" for name, rows in facts["data_sources"].items()})
     session.tracking.trace_with(session.assets.tokenizer)
@@ -41,20 +40,20 @@ def prepare_data(session: Session) -> dict[str, Any]:
 
 
 def show(report: DataReport, url: str, console: Console) -> None:
-    """Tells how many rows there are, what was dropped and what a person may want to know of them."""
+    """Prints the number of rows, the dropped rows and the warnings of the data check."""
     dropped = any(report.dropped(split) for split in ("train", "val"))
     console.note(prepare.summary(report) + (f", listed in {url}/{run_files.DROPPED_ROWS}" if dropped else ""))
     for problem in report.problems:
         console.warning(problem.error)
 
 
-def check_unchanged(recorded: dict[str, str], paths: tuple[str, ...], run: str) -> None:
-    """Raises InputError naming each file that is not as it was when the run's rows were made of it."""
+def check_source_files(recorded: dict[str, str], paths: tuple[str, ...], run: str) -> None:
+    """Raises InputError that names each source file that has changed since the run's rows were committed."""
     if paths and (changed := changed_files(recorded, paths)):
         raise InputError(
-            f"the files that the rows of run {run} were made of",
-            "; ".join(changed),
-            ", ".join(paths),
-            f"--run {run} --keep-data continues on the rows that the run began with, which are in its folder; "
-            "--new begins another run with the new ones",
+            expected=f"unchanged source files of the rows of run {run}",
+            seen="; ".join(changed),
+            where=", ".join(paths),
+            fix=f"--run {run} --keep-data continues with the rows stored in the run's folder; "
+            "--new starts another run with the new rows",
         )

@@ -1,4 +1,4 @@
-"""Stages: the registered version loaded again, and the alias champion moved when the gate allows it."""
+"""Stages: reload the registered version, and move the alias `champion` if the gate allows it."""
 
 import json
 import statistics
@@ -16,23 +16,25 @@ from tasks.runs.run import committed_records
 from tasks.session.session import Session
 from tasks.stage import stage
 
-LAST_STEPS = 10
-"""Steps whose mean the training guards look at."""
+GUARD_STEPS = 10
+"""Number of last steps over which the training guards average a metric."""
 TAG_LENGTH = 5000
-"""Characters that MLflow keeps of a tag for certain."""
+"""Tag length in characters that every MLflow store accepts."""
 
-PROMOTED, WAITING, REFUSED, WOULD, WOULD_NOT = "promoted", "waiting", "refused", "would promote", "would refuse"
+PROMOTED, WAITING, REFUSED = "promoted", "waiting", "refused"
 """Values of a version's tag `rollforward.gate`."""
+WOULD_PROMOTE, WOULD_REFUSE = "would promote", "would refuse"
+"""Values of that tag after a dry run."""
 
 
 @stage("reload", "version {0}")
 def reload(session: Session, version: str, step: int) -> None:
-    """Loads the version from the registry in a process of its own, once; a failure is for the gate to judge."""
+    """Loads the version from the registry in a new process, once; the gate judges a failure."""
     config = session.config
     if config.gate.mode == "off" or not config.gate.reload:
         session.console.note("gate.reload is off" if config.gate.mode != "off" else "gate.mode is off")
         return
-    if _kept(session, version) is None:
+    if _stored_reload(session, version) is None:
         canary = session.store.read_json(run_files.CANARY)
         turns = session.store.read_json(run_files.evaluation(step))["first_turns"]
         question = Question(
@@ -45,20 +47,20 @@ def reload(session: Session, version: str, step: int) -> None:
             canary["log_probs"],
             turns,
         )
-        session.workers.drop()  # its process needs their devices
+        session.workers.drop()  # the new process needs their devices
         found = reload_test(question, worker_env(config.trainer), config.trainer.call_timeout_s)
         session.store.write_json(run_files.RELOAD, {"version": version, **found})
     found = session.store.read_json(run_files.RELOAD)
     session.console.note(
         found.get("problem")
-        or f"largest difference of log-probs {found['log_prob_difference']:.1e}, of the greedy "
-        f"answers' tokens to the likeliest {found['greedy_gap']:.1e}"
+        or f"max log-prob difference {float(found['log_prob_difference']):.2}; "
+        f"max greedy gap {float(found['greedy_gap']):.2}"
     )
 
 
 @stage("promote", "version {0}")
 def promote(session: Session, version: str, step: int) -> list[str]:
-    """Decides against the present champion; returns the version's aliases."""
+    """Compares the version with the current champion and promotes it if the gate allows; returns its aliases."""
     _promote(session, version, step)
     return list(session.registry.get(version).aliases)
 
@@ -69,12 +71,14 @@ def _promote(session: Session, version: str, step: int) -> None:
         session.console.note("not promoted: gate.mode is off")
         return
     if registry.aliases().get(CHAMPION) == version:
-        registry.promote(version)  # an earlier attempt may have ended before it wrote the move down
-        session.console.note(f"version {version} is the champion already")
+        registry.promote(version)  # an earlier attempt may have ended before it recorded the move
+        session.console.note(f"version {version} is already the champion")
         return
     if any(version in (move.version, move.before) for move in registry.moves()):
-        # What was decided then stands, and so does a rollback since.
-        session.console.note(f"version {version} was the champion before: rollforward promote {version}")
+        # That decision stands, and so does a rollback since then.
+        session.console.note(
+            f"not promoted: version {version} was champion before; to promote it again: rollforward promote {version}"
+        )
         return
     champion = champion_result(session, version)
     decision = decide(
@@ -82,44 +86,44 @@ def _promote(session: Session, version: str, step: int) -> None:
         champion,
         last_metrics(committed_records(session.store)),
         gate,
-        _reload_found(session, version),
+        _reload_result(session, version),
     )
     for line in decision.words:
-        session.console.note(clean(line))  # it may hold the name of a data source
+        session.console.note(clean(line))  # a line may contain the name of a data source
     verdict = _verdict(decision, gate.approval)
-    _keep(session, version, champion["version"] if champion else None, decision, verdict)
+    _record_decision(session, version, champion["version"] if champion else None, decision, verdict)
     if verdict == PROMOTED:
         registry.promote(version)
-    session.console.note(_words(verdict, version))
+    session.console.note(_verdict_text(verdict, version))
 
 
 def last_metrics(records: list[dict[str, Any]]) -> dict[str, float]:
     """Mean of each metric over the last steps that have it."""
-    last = [record["metrics"] for record in records[-LAST_STEPS:]]
+    last = [record["metrics"] for record in records[-GUARD_STEPS:]]
     names = {name for metrics in last for name in metrics}
     return {name: statistics.fmean(metrics[name] for metrics in last if name in metrics) for name in names}
 
 
 def _verdict(decision: Decision, approval: bool) -> str:
     if decision.mode == "dry_run":
-        return WOULD if decision.promote else WOULD_NOT
+        return WOULD_PROMOTE if decision.promote else WOULD_REFUSE
     if not decision.promote:
         return REFUSED
     return WAITING if approval else PROMOTED
 
 
-def _words(verdict: str, version: str) -> str:
+def _verdict_text(verdict: str, version: str) -> str:
     return {
         PROMOTED: f"promoted: version {version} is the champion",
-        WAITING: f"not promoted: it waits for approval: rollforward promote {version} --approve",
+        WAITING: f"not promoted: waiting for approval: rollforward promote {version} --approve",
         REFUSED: "not promoted: not all checks passed",
-        WOULD: "not promoted: gate.mode is dry_run; all checks passed, so it would be",
-        WOULD_NOT: "not promoted: gate.mode is dry_run; not all checks passed, so it would not be either",
+        WOULD_PROMOTE: "not promoted: gate.mode is dry_run; all checks passed, it would be promoted",
+        WOULD_REFUSE: "not promoted: gate.mode is dry_run; not all checks passed, it would be refused",
     }[verdict]
 
 
-def _keep(session: Session, version: str, champion: str | None, decision: Decision, verdict: str) -> None:
-    """The decision in the run's folder, in MLflow's run, and as tags of the version."""
+def _record_decision(session: Session, version: str, champion: str | None, decision: Decision, verdict: str) -> None:
+    """Stores the decision in the run's folder, in the MLflow run, and in tags of the version."""
     kept = {"version": version, "champion": champion, "verdict": verdict, **decision.as_json()}
     session.store.write_json(run_files.DECISION, kept)
     session.tracking.tracker.log_file(json.dumps(kept, indent=1, ensure_ascii=False), "decision.json")
@@ -128,13 +132,13 @@ def _keep(session: Session, version: str, champion: str | None, decision: Decisi
     session.registry.set_tags(version, {**tags, "gate": verdict})
 
 
-def _kept(session: Session, version: str) -> Json | None:
-    """What the reload of this version found, if it was tried."""
+def _stored_reload(session: Session, version: str) -> Json | None:
+    """The result of this version's reload test, if it has run."""
     found = session.store.read_json(run_files.RELOAD) if session.store.exists(run_files.RELOAD) else None
     return found if found and found["version"] == version else None
 
 
-def _reload_found(session: Session, version: str) -> Json | None:
+def _reload_result(session: Session, version: str) -> Json | None:
     config = session.config
-    found = _kept(session, version) if config.gate.reload else None
+    found = _stored_reload(session, version) if config.gate.reload else None
     return found and {**found, "tolerance": config.gate.reload_tolerance or config.rollout.canary_tolerance}

@@ -1,4 +1,4 @@
-"""Stage: the trained policy, with its model card, as a version of the registered model."""
+"""Stage: registers the trained policy, with its model card, as a version of the model."""
 
 import hashlib
 import json
@@ -12,21 +12,22 @@ from rl_core.reports.model_card import CARD, folder_hash, render_card, weights_h
 from rl_core.storage import run_files
 from rl_core.storage.store import Json
 from tasks.export import export
-from tasks.registry.lineage import ALSO, with_tag
+from tasks.registry.lineage import ALSO_PREFIX, versions_with_tag
 from tasks.runs.run import code_version, committed_records, package_versions
 from tasks.session.session import Session
 from tasks.stage import stage
 
 LINEAGE = {
-    "run": "run", "kept in": "store", "config hash": "config_hash", "code": "code_version", "MLflow run": "mlflow_run",
+    "run": "run", "run folder": "store", "config hash": "config_hash", "code": "code_version",
+    "MLflow run": "mlflow_run",
 }  # fmt: skip
-"""Titles of the card for tags of the version."""
+"""Titles of the model card's lineage rows, and the tags of the version that they show."""
 
 
-@stage("register", "the policy at step {0}")
+@stage("register", "policy at step {0}")
 def register(session: Session, step: int, data_hash: str, before: dict[str, float], after: dict[str, float]) -> str:
-    """Exports the policy, registers it once, and points the alias `candidate` at it; returns the version."""
-    session.tracking.send(step)  # an outage may have held them back until now
+    """Exports the policy, registers it once, points the alias `candidate` at it, and returns the version."""
+    session.tracking.send(step)  # metrics and traces that an outage has delayed
     manifest, tags = export(session, step), _tags(session, step, data_hash)
     evaluations = [session.store.read_json(run_files.evaluation(each)) for each in (0, step)]
     manifest = _with_card(session, manifest, tags, *evaluations)
@@ -41,18 +42,18 @@ def register(session: Session, step: int, data_hash: str, before: dict[str, floa
     folder = session.assets.download(run_files.export(step))
     version = session.registry.register(folder, session.tracking.tracker.run_id, weights_hash(manifest), tags, metrics)
     session.registry.set_candidate(version)
-    words, made_by = f"{session.registry.name} version {version}", session.registry.get(version).run
-    if made_by != session.run.name:
-        session.registry.set_tags(version, {ALSO + session.run.name: str(step)})
-        words += f", which run {made_by} has made: the weights are the same"
-    session.console.note(words)
+    text, first_run = f"{session.registry.name} version {version}", session.registry.get(version).run
+    if first_run != session.run.name:
+        session.registry.set_tags(version, {ALSO_PREFIX + session.run.name: str(step)})
+        text += f", already registered by run {first_run} with identical weights"
+    session.console.note(text)
     return version
 
 
 def _tags(session: Session, step: int, data_hash: str) -> dict[str, str]:
     parent_hash = folder_hash(session.assets.make_base_model())
-    # A base model that is a version of this MLflow is known by its weights, wherever its folder came from.
-    versions = with_tag(session.tracking.uri, "checkpoint", parent_hash)
+    # A base model that is a version of this MLflow is recognised by its weights, whatever folder it was loaded from.
+    versions = versions_with_tag(session.tracking.uri, "checkpoint", parent_hash)
     own = [name for name in versions if name.startswith(f"models:/{session.registry.name}/")]
     return {
         "run": session.run.name,
@@ -73,7 +74,7 @@ def _tags(session: Session, step: int, data_hash: str) -> dict[str, str]:
 def _with_card(
     session: Session, manifest: Json, tags: Mapping[str, str], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Json:
-    """Writes the card into the export and commits that again, unless the same card is committed there already."""
+    """Adds the model card to the export and commits it again, unless the same card is already committed."""
     config, origins, folder = session.config, session.run.composed.origins, run_files.export(int(tags["step"]))
     facts = {
         "name": config.registry.model_name,

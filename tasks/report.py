@@ -1,9 +1,9 @@
-"""Stage: the run's report as one HTML file in its folder and in MLflow, and what the servers' pages say of the run."""
+"""Stage: writes the HTML report to the run's folder and to MLflow, and its summary to the MLflow and Prefect pages."""
 
 from typing import Any
 
 from rl_core.storage import run_files
-from tasks.runs.report_page import described, run_page, scores
+from tasks.runs.report_page import run_page, run_summary, scores
 from tasks.runs.run import package_versions
 from tasks.session.session import Session
 from tasks.stage import stage
@@ -11,14 +11,14 @@ from tasks.stage import stage
 
 @stage("report")
 def report(session: Session, facts: dict[str, Any]) -> str:
-    """Writes the page of the run, whose model version and aliases are among the facts; returns where it is."""
-    others = {
+    """Writes the report and returns its location; `facts` has `version` and `aliases` of the registered model."""
+    extra_facts = {
         "model_version": facts["version"],
         "alias": ", ".join(facts["aliases"]),
         "mlflow_run": session.tracking.tracker.run_id,
         "versions": package_versions(),
     }
-    page = run_page(session.store, others)
+    page = run_page(session.store, extra_facts)
     session.store.write_bytes(run_files.REPORT, page.encode())
     session.tracking.tracker.log_file(page, run_files.REPORT)
     local = session.store.local_path(run_files.REPORT)
@@ -28,9 +28,9 @@ def report(session: Session, facts: dict[str, Any]) -> str:
 
 
 def _publish(session: Session, links: dict[str, str]) -> None:
-    """The summary goes to MLflow's page of the run and, with the scores, to Prefect's of the flow run."""
-    text = described(session.store, links)
-    session.tracking.tracker.describe(text)
+    """Sends the summary to the run's MLflow page and, with the scores, to the flow run's Prefect page."""
+    text = run_summary(session.store, links)
+    session.tracking.tracker.set_description(text)
     session.telemetry.pages.markdown("summary", text, f"Run {session.run.name}: scores and links")
     found = scores(session.store)
     rows = [{"score": name, "before": before, "after": after} for name, (before, after) in found.items()]

@@ -1,4 +1,4 @@
-"""The decorator of every stage: a Prefect task that is retried from the last commit, for transient errors only."""
+"""The decorator of every stage: makes it a Prefect task that is retried from the last commit on transient errors."""
 
 import inspect
 import time
@@ -16,12 +16,12 @@ from tasks.session.session import Session, current_session
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# Seconds before each further attempt.
-BACK_OFF = [2.0, 10.0, 30.0, 60.0]
+RETRY_DELAYS_S = [2.0, 10.0, 30.0, 60.0]
+"""Waits before the second and later attempts; the last one repeats."""
 
 
 def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
-    """Whether a failed attempt may succeed when it is repeated."""
+    """Whether a failed attempt may succeed when retried."""
     try:
         state.result(raise_on_failure=True)
     except TransientError:
@@ -34,10 +34,10 @@ def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
 def stage(
     name: str, detail: str = ""
 ) -> Callable[[Callable[Concatenate[Session, Parameters], Result]], Callable[Parameters, Result]]:
-    """Makes a function of a session a stage: callers leave the session out, `stage` passes that of the running flow.
+    """Makes a function of a session a stage; `stage` passes the session of the running flow, callers omit it.
 
-    A stage is printed as it runs and retried with fresh workers. `detail` is what the printed line says of the stage's
-    arguments, in the form of `str.format`. The store's manifests record what is done, so Prefect caches nothing.
+    A stage prints its start and end and is retried with fresh workers. `detail` is a `str.format` template for the
+    stage's arguments in the printed line. Manifests in the store record what is done, so Prefect caches nothing.
     """
 
     def decorate(function: Callable[Concatenate[Session, Parameters], Result]) -> Callable[Parameters, Result]:
@@ -50,7 +50,7 @@ def stage(
                 result = function(session, *args, **kwargs)
             except TransientError as error:
                 session.failures.append(_ending(session, error))
-                session.console.note(f"{name} failed and may be tried again: {error}")
+                session.console.note(f"{name} failed, may be retried: {error}")
                 if isinstance(error, Stalled):
                     session.console.note(f"stacks: {session.telemetry.record_hang(error.report)}")
                 session.workers.drop()
@@ -58,7 +58,7 @@ def stage(
             session.console.done(name, time.monotonic() - start)
             return result
 
-        # Prefect binds a task's arguments to its signature, to which the session does not belong.
+        # Prefect binds a task's arguments to its signature, which must not include the session.
         signature = inspect.signature(function)
         attempt.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=list(signature.parameters.values())[1:]
@@ -71,7 +71,7 @@ def stage(
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             session = current_session()
             attempts, session.failures = session.config.trainer.max_attempts, []
-            delays = [BACK_OFF[min(i, len(BACK_OFF) - 1)] for i in range(attempts - 1)]
+            delays = [RETRY_DELAYS_S[min(i, len(RETRY_DELAYS_S) - 1)] for i in range(attempts - 1)]
             try:
                 return prefect_task.with_options(retries=attempts - 1, retry_delay_seconds=delays)(*args, **kwargs)
             except TransientError as error:
@@ -84,7 +84,7 @@ def stage(
 
 
 def _ending(session: Session, error: TransientError) -> str:
-    """Where in training an attempt ended, and by which kind of error."""
+    """The error type that ended an attempt, with the step and phase."""
     status = session.telemetry.status.status
     where = f" at step {status.step + 1}, {status.phase}" if status.phase else ""
     return f"{type(error).__name__}{where}"
@@ -92,5 +92,5 @@ def _ending(session: Session, error: TransientError) -> str:
 
 def _given_up(name: str, endings: Sequence[str]) -> str:
     same = len(set(endings)) == 1 and len(endings) > 1
-    how = f"each with {endings[0]}" if same else "; ".join(endings)
-    return f"{name} was given up after trainer.max_attempts={len(endings)} attempts: {how}"
+    how = f"all with {endings[0]}" if same else "; ".join(endings)
+    return f"{name} failed {len(endings)} times (trainer.max_attempts={len(endings)}): {how}"

@@ -1,4 +1,4 @@
-"""Stage: supervised steps on reference answers, so that reinforcement finds rewards to learn from."""
+"""Stage: supervised steps on reference answers, so that reinforcement learning starts with nonzero rewards."""
 
 from rl_core.storage import run_files
 from rl_core.trainer import warm_start as supervised

@@ -1,4 +1,4 @@
-"""What the modules of commands share."""
+"""Helpers shared by the command modules."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 Commands = Any
 """What argparse's `add_subparsers` returns."""
 
-# Imports of Prefect, Ray, torch and MLflow stay inside the functions that need them: the environment has to be set
-# first, and commands that only print must answer at once.
+# Prefect, Ray, torch and MLflow are imported inside the functions that need them: their environment must be set first,
+# and commands that only print must start quickly.
 
 
 def add_command(commands: Commands, name: str, command: object, text: str) -> argparse.ArgumentParser:
-    """A command that calls `command(options, console)`, which returns the exit code or None for 0."""
+    """Adds a command that calls `command(options, console)`, which returns the exit code, or None for 0."""
     sub: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     sub.set_defaults(command=command)
     return sub
 
 
 def add_settings(sub: argparse.ArgumentParser) -> None:
-    """The arguments of a command that takes a recipe and settings."""
+    """Adds the arguments of a command that takes a recipe and settings."""
     sub.add_argument("recipe", help=f"name ({', '.join(recipe_names())}) or path of a .yaml file")
-    sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that differ from the recipe")
+    sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that override the recipe")
 
 
 def add_registry_options(sub: argparse.ArgumentParser) -> None:
-    """The options of a command that works on a registered model."""
-    sub.add_argument("--model", help="registered model (default: the only one there is)")
-    sub.add_argument("--tracking-uri", help="MLflow server (default: the file in the home folder)")
+    """Adds the options of a command that works on a registered model."""
+    sub.add_argument("--model", help="registered model (default: the only one)")
+    sub.add_argument("--tracking-uri", help="MLflow server (default: the database file in the home folder)")
 
 
 def registry_of(options: argparse.Namespace) -> "Registry":
-    """The registered model that the options name."""
+    """The registered model selected by the options."""
     return open_registry(options.model, options.tracking_uri)

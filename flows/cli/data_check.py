@@ -1,4 +1,4 @@
-"""`rollforward data check`: what is in the rows and what would keep a run from starting; starts nothing."""
+"""`rollforward data check`: a summary of the rows and of all problems that would stop a run; starts nothing."""
 
 import json
 import os
@@ -26,12 +26,16 @@ NAMES = {"train": "training rows", "val": "held-out rows"}
 
 
 def data_check(target: str, overrides: Sequence[str], val: str | None, html: str | None, console: Console) -> int:
-    """Shows what is in the rows of a recipe or of files; returns 2 when a run with them would stop, or else 0."""
-    sys.path.append(os.getcwd())  # where a run finds scorers and tools of the user's own
+    """Prints the summary of a recipe's rows or of files; returns 2 if a run would reject them, else 0."""
+    sys.path.append(os.getcwd())  # as in a run, for the user's scorers and tools
     by_path = not _is_recipe(target)
     if val and not by_path:
-        seen = f"the recipe {target}"
-        raise InputError("--val beside a path of rows", seen, f"--val {val}", f"set data.val_path={val}")
+        raise InputError(
+            expected="--val only with a path of rows",
+            seen=f"the recipe {target}",
+            where=f"--val {val}",
+            fix=f"set data.val_path={val} instead",
+        )
     config = _path_config(target, val, overrides) if by_path else compose(target, overrides).config
     report = check_data(
         config.data,
@@ -41,7 +45,7 @@ def data_check(target: str, overrides: Sequence[str], val: str | None, html: str
         lambda split, row, tokens: None,
         splits=("train",) if by_path and val is None else ("val", "train"),
         counted_by=tokenizer_text(config.model.path),
-        on_rows=lambda count: console.note(f"{in_rows(count)} so far"),
+        on_rows=lambda count: console.note(f"{in_rows(count)} read"),
     )
     level: Literal["stop", "warning"] = "warning" if by_path and not config.reward.function else "stop"
     report = replace(report, problems=(*report.problems, *_scorer_problems(config, report, level)))
@@ -52,13 +56,13 @@ def data_check(target: str, overrides: Sequence[str], val: str | None, html: str
 
 
 def _is_recipe(target: str) -> bool:
-    """A recipe, or what can be no path: its nearest recipe is then named."""
+    """Whether the target is a recipe; a word that cannot be a path counts as a misspelt one."""
     looks_like_path = set(target) & set("./*[\\") or Path(target).exists()
     return target in recipe_names() or target.endswith(".yaml") or not looks_like_path
 
 
 def _path_config(path: str, val: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The settings of a run with files of rows. How large its batches are is not known yet."""
+    """The settings of a run with files of rows; the batch size is still unknown, so 1 is used."""
     given = {"source": "files", "path": path, "val_path": val or path, "train_batch_size": 1}
     settings = [f"data.{name}={json.dumps(value)}" for name, value in given.items()]
     return compose("grpo", ["actor.mini_batch_size=null", *settings, *overrides]).config
@@ -77,13 +81,13 @@ def _tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
 
 
 def _tools_of(config: RunConfig, by_path: bool) -> ToolsOf:
-    """The tools of rows; files alone do not tell which tools a run with them has."""
+    """The tools of rows; files alone do not define the tools of a run."""
     schemas = tool_schemas(config.agent)
     return row_schemas(schemas) if schemas or not by_path else without_tools
 
 
 def _scorer_problems(config: RunConfig, report: DataReport, level: Literal["stop", "warning"]) -> list[Problem]:
-    """One for all data sources that lack the same."""
+    """Missing scorers, one problem for all data sources with the same error."""
     problems: dict[str, Problem] = {}
     for name, count in report.data_sources.items():
         try:
@@ -102,21 +106,21 @@ def _show(report: DataReport, target: str, console: Console) -> None:
         show = console.error if problem.level == "stop" else console.warning
         show(problem.error)
     if not report.complete:
-        console.note("the look ended before all rows were seen")
-    console.note("a run with these rows would stop" if report.stops else "a run with these rows starts")
+        console.note("stopped early: not all rows were checked")
+    console.note("a run would reject these rows" if report.stops else "a run would accept these rows")
 
 
 def _printable(text: str) -> str:
-    """Text of data on its line of the terminal."""
+    """Cleans each line of text that comes from data."""
     return "\n".join(clean(line) for line in text.split("\n"))
 
 
 def _line(rows: RowsReport, report: DataReport) -> tuple[str, str]:
     name = NAMES[rows.split] + (f", {rows.source}" if len(report.of(rows.split)) > 1 else "")
-    lines = [f"{rows.seen:,} seen, {rows.kept:,} stay" + (f" ({counted(rows.faults)})" if rows.faults else "")]
+    lines = [f"{rows.seen:,} read, {rows.kept:,} kept" + (f" ({counted(rows.faults)})" if rows.faults else "")]
     if rows.lengths:
-        lines.append(f"tokens of a prompt: {described(rows.lengths)}")
-        lines.append(f"messages of a prompt: {', '.join(f'{n} ({count:,} rows)' for n, count in rows.turns.items())}")
+        lines.append(f"tokens per prompt: {described(rows.lengths)}")
+        lines.append(f"messages per prompt: {', '.join(f'{n} ({count:,} rows)' for n, count in rows.turns.items())}")
     if rows.missing_truth:
         lines.append(f"without ground truth: {rows.missing_truth:,}")
     return name, "\n".join(lines)
@@ -132,14 +136,14 @@ def _common(report: DataReport) -> list[tuple[str, str]]:
         "tools": _first(tools),
         "unknown tools": _first(unknown),
         "columns": "\n".join(columns),
-        "tokens are of": report.tokenizer,
+        "tokenizer": report.tokenizer,
         "time": report.pace,
     }
     return [(name, value) for name, value in lines.items() if value]
 
 
 def _first(counts: dict[str, int], shown: int = 10) -> str:
-    """The largest counts in words."""
+    """The `shown` largest counts as text, and the number of the others."""
     more = f", {len(counts) - shown:,} more" if len(counts) > shown else ""
     return ", ".join(f"{name} ({in_rows(count)})" for name, count in list(counts.items())[:shown]) + more
 
@@ -150,5 +154,7 @@ def _write_page(report: DataReport, target: str, file: Path, console: Console) -
     try:
         file.write_text(render_data_report(report, target), encoding="utf-8")
     except OSError as error:
-        raise InputError("a file that can be written", str(error), f"--html {file}", "give another file") from error
+        raise InputError(
+            expected="a writable file", seen=str(error), where=f"--html {file}", fix="choose another file"
+        ) from error
     console.note(f"page: {file}")

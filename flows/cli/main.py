@@ -6,29 +6,29 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-import tasks  # noqa: F401  found before the working directory, which comes to be searched too, has one of the name
+import tasks  # noqa: F401  imported before the working directory, which may have its own `tasks`, is added to sys.path
 from flows.cli import doctor, inspect_runs, models, run, serve, services_command
 from flows.cli.run import Terminated
 from rl_core.console import Console
 from rl_core.errors import InputError, RollforwardError
 
 MODULES = (run, inspect_runs, models, serve, services_command, doctor)
-"""Modules of commands, in the order of the help."""
+"""Command modules, in the order of the help text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, 1 (failed), 2 (a person has to change something), 130 or 143 (told to stop)."""
+    """Runs one command; returns 0, 1 (failure), 2 (user error), 130 (SIGINT) or 143 (SIGTERM)."""
     options = _parse(arguments)
     console = Console()
-    code = _done(options, console)
+    code = _execute(options, console)
     if code and options.resume_hint:
-        console.note("this continues from the last committed step:")
+        console.note("to resume from the last committed step:")
         console.note(options.resume_hint)
     return code
 
 
-def _done(options: argparse.Namespace, console: Console) -> int:
-    """The exit code of the command, which has been carried out; errors are shown."""
+def _execute(options: argparse.Namespace, console: Console) -> int:
+    """Executes the command, prints its errors and returns the exit code."""
     try:
         return int(options.command(options, console) or 0)
     except InputError as error:
@@ -49,12 +49,12 @@ def _done(options: argparse.Namespace, console: Console) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; settings may stand before and after flags, which argparse alone does not allow."""
+    """Parses the options; unlike plain argparse, accepts settings both before and after flags."""
     parser = _parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     options, rest = parser.parse_known_args(words[:end])
-    if "passed_on" in options:  # for the program that the command becomes
+    if "passed_on" in options:  # arguments for the program that replaces the command
         options.passed_on, end = words[end + 1 :], len(words)
     rest += words[end:]
     if rest and ("overrides" not in options or any(word.startswith("-") for word in rest)):
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rollforward", description="Reinforcement-learning post-training of language models."
     )
-    parser.set_defaults(resume_hint="")  # a command line, for when a command that had begun something does not end it
+    parser.set_defaults(resume_hint="")  # set by a command that can be resumed, printed if it fails
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in MODULES:
         module.register(commands)

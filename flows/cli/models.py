@@ -17,24 +17,26 @@ if TYPE_CHECKING:
 def register(commands: Commands) -> None:
     """Adds the commands."""
     add_registry_options(add_command(commands, "models", models, "List the registered versions of a model."))
-    sub = add_command(commands, "lineage", lineage, "Show what a version was made of and what became of it.")
+    sub = add_command(
+        commands, "lineage", lineage, "Show a version's origin: run, config, data, code and parent models."
+    )
     sub.add_argument(
         "version", metavar="VERSION|RUN|HASH", help="number, alias, run, or hash of config, data or weights"
     )
-    sub.add_argument("--json", action="store_true", help="print all that is known, for programs")
+    sub.add_argument("--json", action="store_true", help="print everything as JSON")
     add_registry_options(sub)
     sub = add_command(commands, "promote", promote, "Make a version the champion.")
     sub.add_argument("version", help="number or alias of a version")
-    sub.add_argument("--approve", action="store_true", help="say yes to a version that waits for it")
-    sub.add_argument("--force", action="store_true", help="promote what the gate has refused")
+    sub.add_argument("--approve", action="store_true", help="approve a version awaiting approval")
+    sub.add_argument("--force", action="store_true", help="promote a version refused by the gate")
     add_registry_options(sub)
-    add_registry_options(add_command(commands, "rollback", rollback, "Make the previous champion champion again."))
-    sub = add_command(commands, "copy", copy, "Copy a version to another name, or to another MLflow.")
+    add_registry_options(add_command(commands, "rollback", rollback, "Restore the previous champion."))
+    sub = add_command(commands, "copy", copy, "Copy a version to another registered model or another MLflow.")
     sub.add_argument("version", help="number or alias of a version")
-    sub.add_argument("--to", required=True, metavar="NAME", help="registered model that gets the copy")
-    sub.add_argument("--to-uri", metavar="URI", help="MLflow that gets the copy (default: the same)")
+    sub.add_argument("--to", required=True, metavar="NAME", help="target registered model")
+    sub.add_argument("--to-uri", metavar="URI", help="target MLflow (default: the same)")
     add_registry_options(sub)
-    sub = add_command(commands, "ui", ui, "Serve MLflow's pages of this home folder.")
+    sub = add_command(commands, "ui", ui, "Serve the MLflow UI of this home folder.")
     sub.add_argument("--port", type=int, default=5000)
 
 
@@ -47,7 +49,7 @@ def models(options: argparse.Namespace, console: Console) -> None:
 
 
 def _line(info: "VersionInfo", champion_at: str | None) -> str:
-    """A version in a line; `champion_at` is when it last became champion."""
+    """A version in one line; `champion_at` is the time when it last became champion."""
     parts = [
         f"score {_score(info)}" if info.score_after is not None else "",
         f"step {info.step}  run {info.run}  {info.created:%Y-%m-%d %H:%M}",
@@ -71,7 +73,7 @@ def _minute(iso: str) -> str:
 
 
 def lineage(options: argparse.Namespace, console: Console) -> None:
-    """Prints what is known of a version, or of each version of a run or hash."""
+    """Prints the lineage of a version, or of each version of a run or hash."""
     registry = registry_of(options)
     from tasks.registry.lineage import find_versions
     from tasks.registry.lineage import lineage as known
@@ -95,11 +97,11 @@ def _lineage_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("gate", _gate(tags, facts["decision"])),
         ("champion", "\n".join(_move(move, facts["version"]) for move in facts["moves"])),
         ("weights", tags.get("checkpoint", "")),
-        ("came from", "\n".join(_parent(parent) for parent in facts["parents"])),
-        ("led to", "\n".join(facts["children"])),
+        ("parents", "\n".join(_parent(parent) for parent in facts["parents"])),
+        ("children", "\n".join(facts["children"])),
         ("copied from", " in ".join(tags[key] for key in ("copied_from", "copied_from_uri") if key in tags)),
-        ("run", f"{tags.get('run')}, step {tags.get('step')}, in {tags.get('store', 'a place unknown')}"),
-        ("also from", _also(tags)),
+        ("run", f"{tags.get('run')}, step {tags.get('step')}, in {tags.get('store', 'unknown location')}"),
+        ("same weights", _also(tags)),
         ("config", f"{tags.get('config_hash')}, recipe {tags.get('recipe', 'unknown')}"),
         ("data", _data(tags, facts["data"])),
         ("code", tags.get("code_version", "")),
@@ -118,7 +120,7 @@ def _scores(tags: dict[str, str]) -> str:
 
 
 def _gate(tags: dict[str, str], decision: dict[str, Any] | None) -> str:
-    """The verdict, with the checks that led to it."""
+    """The verdict and its checks."""
     checks = decision["checks"] if decision else []
     return "\n".join([tags.get("gate", ""), *(f"{'✓' if each['passed'] else '✗'} {each['words']}" for each in checks)])
 
@@ -152,22 +154,22 @@ def _data(tags: dict[str, str], data: dict[str, Any] | None) -> str:
 
 
 def promote(options: argparse.Namespace, console: Console) -> None:
-    """Moves the alias champion."""
+    """Moves the alias `champion`."""
     registry = registry_of(options)
-    old, new = registry.promote_by_hand(options.version, options.approve, options.force)
-    before = " already" if old == new else f", before that version {old}" if old else ""
+    old, new = registry.promote_manually(options.version, options.approve, options.force)
+    before = " (unchanged)" if old == new else f" (previously version {old})" if old else ""
     console.note(f"champion of {registry.name}: version {new}{before}")
 
 
 def rollback(options: argparse.Namespace, console: Console) -> None:
-    """Moves the alias champion back."""
+    """Moves the alias `champion` back."""
     registry = registry_of(options)
     old, new = registry.rollback()
-    console.note(f"champion of {registry.name}: version {new} again, before that version {old}")
+    console.note(f"champion of {registry.name}: version {new} (rolled back from version {old})")
 
 
 def copy(options: argparse.Namespace, console: Console) -> None:
-    """Copies a version; the same checkpoint is copied once."""
+    """Copies a version, once per checkpoint."""
     registry = registry_of(options)
     from tasks.registry.copies import copy_version
     from tasks.tracking.tracker import check_tracking
@@ -179,13 +181,13 @@ def copy(options: argparse.Namespace, console: Console) -> None:
 
 
 def ui(options: argparse.Namespace, console: Console) -> None:
-    """Replaces this process by MLflow's server on the home folder's database."""
+    """Replaces this process by an MLflow server on the home folder's database."""
     home = prepare_home(verbose=True)
     from flows.server.ports import check_port
     from tasks.tracking.tracker import local_tracking_uri
 
     check_port(options.port)
-    console.note(f"MLflow's pages: http://127.0.0.1:{options.port}  (Ctrl-C ends)")
+    console.note(f"MLflow UI: http://127.0.0.1:{options.port}  (Ctrl-C to stop)")
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", local_tracking_uri(home)]
     artifacts = ["--default-artifact-root", (home / "mlartifacts").as_uri()]
     os.execv(sys.executable, [*command, *artifacts, "--host", "127.0.0.1", "--port", str(options.port)])

@@ -1,4 +1,4 @@
-"""Commands on recipes, rows and runs: run, config, data check, replay."""
+"""Commands for recipes, rows and steps: run, config, data check, replay."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from rl_core.storage import run_files
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: a plain kill asks like Ctrl-C, so stages end, workers stop and MLflow learns that the run was killed."""
+    """SIGTERM, handled like Ctrl-C: stages end, workers stop and the MLflow run is closed as KILLED."""
 
 
 def _terminate(_number: int, _frame: object) -> None:
@@ -29,75 +29,80 @@ def _terminate(_number: int, _frame: object) -> None:
 
 def register(commands: Commands) -> None:
     """Adds the commands."""
-    sub = add_command(commands, "run", run, "Train, evaluate, register and promote by a recipe.")
+    sub = add_command(commands, "run", run, "Train, evaluate, register and promote a model according to a recipe.")
     add_settings(sub)
     how = sub.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="continue the run of this recipe and these settings")
-    how.add_argument("--run", metavar="NAME", help="begin the run NAME, or continue it when it exists")
-    how.add_argument("--new", action="store_true", help="begin another run with the same settings")
+    how.add_argument("--resume", action="store_true", help="resume the run of this recipe and these settings")
+    how.add_argument("--run", metavar="NAME", help="start the run NAME, or resume it if it exists")
+    how.add_argument("--new", action="store_true", help="start another run with the same settings")
     sub.add_argument(
-        "--keep-data", action="store_true", help="continue on the run's own rows, though their files have changed"
+        "--keep-data", action="store_true", help="resume with the run's stored rows even if their files have changed"
     )
-    sub.add_argument("-v", "--verbose", action="store_true", help="show what the libraries log")
-    text = "Print the settings of a recipe, where each comes from, and the sizes that follow."
+    sub.add_argument("-v", "--verbose", action="store_true", help="show the logs of the libraries")
+    text = "Print the settings of a recipe, their origins, and the sizes derived from them."
     add_settings(add_command(commands, "config", config, text))
-    data = commands.add_parser("data", help="Look at rows.", description="Look at rows.")
+    data = commands.add_parser("data", help="Check rows.", description="Check rows.")
     _add_data_check(data.add_subparsers(required=True, metavar="COMMAND"))
-    text = "Compute a step that was committed, or that failed, again from its rollouts, and compare."
+    text = "Recompute a committed or failed step from its rollouts and compare it with the training step."
     sub = add_command(commands, "replay", replay, text)
-    sub.add_argument("run", metavar="RUN", help="name of a run, or its folder or URL")
-    sub.add_argument("step", metavar="STEP", type=int, help="a committed step, or the one that failed")
+    sub.add_argument("run", metavar="RUN", help="name, folder or URL of a run")
+    sub.add_argument("step", metavar="STEP", type=int, help="a committed step, or the failed one")
     sub.add_argument(
         "--set", nargs="+", action="extend", default=[], dest="settings", metavar="a.b=value",
-        help="show what other settings of algorithm, correction or actor would have given",
+        help="show the result under other settings of algorithm, correction or actor",
     )  # fmt: skip
 
 
 def _add_data_check(commands: Commands) -> None:
-    text = "Show what is in the rows of a recipe or of files, and what would keep a run with them from starting."
+    text = "Summarise the rows of a recipe or of files, and list every problem that would stop a run."
     sub = add_command(commands, "check", check_data, text)
     sub.add_argument("target", metavar="TARGET", help="a recipe, or a file, folder, pattern or URL of rows")
-    sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that differ from the recipe")
-    sub.add_argument("--val", metavar="PATH", help="held-out rows, where TARGET is a path")
-    sub.add_argument("--html", metavar="FILE", help="write what was found as a page too")
+    sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that override the recipe")
+    sub.add_argument("--val", metavar="PATH", help="held-out rows, if TARGET is a path")
+    sub.add_argument("--html", metavar="FILE", help="also write the report as an HTML page")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Runs the flow `post_train` in this process."""
     if options.keep_data and not (options.resume or options.run):
-        raise InputError("a run whose rows are kept", "--keep-data alone", "command line", "add --resume or --run NAME")
-    sys.path.append(os.getcwd())  # functions of the user's own are found beside the recipe
+        raise InputError(
+            expected="a run to resume with its stored rows",
+            seen="--keep-data alone",
+            where="command line",
+            fix="add --resume or --run NAME",
+        )
+    sys.path.append(os.getcwd())  # for the user's functions, next to the recipe
     composed = compose(options.recipe, options.overrides)
     home = prepare_home(options.verbose)
-    from flows.preflight import check_prefect, preflight, watched
+    from flows.preflight import check_prefect, preflight, watch_for_hang
     from tasks.runs.run import committed_step, find_run, open_run
 
     check_prefect()
-    with watched(composed.config):
+    with watch_for_hang(composed.config):
         name, store = find_run(composed, home, options.run, options.resume, options.new)
         preflight(composed, home, resuming=store.exists(run_files.RUN))
-    start_guardian()  # before Prefect starts a server
+    start_guardian()  # before Prefect starts its server
     from prefect.exceptions import TerminationSignal
 
     from flows.post_train import post_train, run_as_flow
 
     def stages() -> dict[str, Any]:
-        with watched(composed.config):
+        with watch_for_hang(composed.config):
             opened = open_run(composed, home, options.run, options.resume, options.new)
         return post_train(opened, options.verbose, options.keep_data)
 
     signal.signal(signal.SIGTERM, _terminate)
-    # Ctrl-C reaches all processes of a terminal, and Prefect's server, which starts now, has to outlive the run.
-    # The flow unblocks it.
+    # Ctrl-C reaches all processes of a terminal, but Prefect's server, which starts now, must outlive the run.
+    # The flow unblocks the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     start = time.monotonic()
     options.resume_hint = _resume_command(options, name)
     try:
         result = run_as_flow(composed, options.overrides, stages)
     except (KeyboardInterrupt, TerminationSignal) as signalled:
-        with suppress(RollforwardError):  # storage may be out of reach
+        with suppress(RollforwardError):  # storage may be unreachable
             console.note(f"stopped at step {committed_step(store)} of {composed.config.trainer.steps}")
-        if isinstance(signalled, TerminationSignal):  # Prefect's, whose server was gone
+        if isinstance(signalled, TerminationSignal):  # raised by Prefect after its server died
             raise Terminated from None
         raise
     console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
@@ -105,7 +110,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _resume_command(options: argparse.Namespace, name: str) -> str:
-    """What to type to go on with a run."""
+    """The command that resumes a run."""
     flags = [flag for flag, given in (("--keep-data", options.keep_data), ("--verbose", options.verbose)) if given]
     return shlex.join(["rollforward", "run", options.recipe, *options.overrides, "--run", name, *flags])
 
@@ -121,8 +126,8 @@ def _summary(result: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
         ("model version", f"{result['model']} {result['version']}"),
         ("alias", ", ".join(result["aliases"]) or "none"),
         ("report", result["report"]),
-        ("kept in", result["url"]),
-        ("MLflow's pages", "rollforward ui"),
+        ("run folder", result["url"]),
+        ("MLflow UI", "rollforward ui"),
         ("versions", f"rollforward models --model {result['model']}{where}"),
     ]
 
@@ -133,7 +138,7 @@ def config(options: argparse.Namespace, console: Console) -> None:
 
 
 def check_data(options: argparse.Namespace, console: Console) -> int:
-    """Looks at the rows; starts nothing."""
+    """Checks the rows; starts nothing."""
     prepare_libraries()
     from flows.cli.data_check import data_check
 
@@ -141,7 +146,7 @@ def check_data(options: argparse.Namespace, console: Console) -> int:
 
 
 def replay(options: argparse.Namespace, console: Console) -> int:
-    """Computes a step again; reads only."""
+    """Recomputes a step; reads only."""
     home = home_folder()
     from flows.cli.replay import replay_step
 

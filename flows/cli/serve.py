@@ -1,4 +1,4 @@
-"""The command serve: a registered version behind the OpenAI API, by vLLM."""
+"""The command `serve`: serves a registered version through vLLM's OpenAI API."""
 
 import argparse
 import os
@@ -8,23 +8,25 @@ from flows.cli.base import Commands, add_command, add_registry_options, registry
 from flows.home import home_folder
 from rl_core.console import Console
 
-# What `vllm serve` runs. That command itself asks for the package `vllm`, which its build for CPUs is not called.
+# The module behind `vllm serve`; the command itself requires the package name `vllm`, and the CPU build has another.
 SERVER = "vllm.entrypoints.openai.api_server"
 CPU_OPTIONS = [
     "--dtype", "float32",
-    "--block-size", "32",  # the CPU kernels refuse 16
+    "--block-size", "32",  # the CPU kernels do not support 16
     "--enforce-eager",
     "--kv-cache-memory-bytes", str(2**28),
 ]  # fmt: skip
 CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores belong to others too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with other processes
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 def register(commands: Commands) -> None:
     """Adds the command."""
-    sub = add_command(commands, "serve", serve, "Serve a version by vLLM; options for `vllm serve` follow after `--`.")
+    sub = add_command(
+        commands, "serve", serve, "Serve a version with vLLM; arguments after `--` are passed to `vllm serve`."
+    )
     sub.add_argument("version", nargs="?", default="champion", help="number or alias of a version (default: champion)")
     sub.add_argument("--port", type=int, default=8000)
     sub.set_defaults(passed_on=[])
@@ -32,7 +34,7 @@ def register(commands: Commands) -> None:
 
 
 def serve(options: argparse.Namespace, console: Console) -> None:
-    """Replaces this process by vLLM's server on the version's files, which are downloaded on first use."""
+    """Replaces this process by a vLLM server on the version's files, which are downloaded on first use."""
     from flows.server.ports import check_port
 
     check_port(options.port)
@@ -46,6 +48,6 @@ def serve(options: argparse.Namespace, console: Console) -> None:
         sys.executable, "-m", SERVER, "--model", str(folder), "--served-model-name", registry.name,
         "--host", "127.0.0.1", "--port", str(options.port), *(CPU_OPTIONS if on_cpu else []), *options.passed_on,
     ]  # fmt: skip
-    console.note(f"{registry.name} version {version}: http://127.0.0.1:{options.port}/v1  (Ctrl-C ends)")
+    console.note(f"{registry.name} version {version}: http://127.0.0.1:{options.port}/v1  (Ctrl-C to stop)")
     environment = {"VLLM_NO_USAGE_STATS": "1", **(CPU_ENVIRONMENT if on_cpu else {}), **os.environ}
     os.execve(sys.executable, command, environment)

@@ -1,4 +1,4 @@
-"""Puts work pool, deployments and automations on the Prefect server of PREFECT_API_URL, as two YAML files say."""
+"""Creates work pool, deployments and automations on the Prefect server of PREFECT_API_URL from two YAML files."""
 
 import os
 import time
@@ -27,18 +27,18 @@ Form = TypeVar("Form")
 FOLDER = Path(__file__).parents[2] / "deployments"
 DEPLOYMENTS, AUTOMATIONS = FOLDER / "prefect.yaml", FOLDER / "automations.yaml"
 SETTLE_S = 2.0
-"""Prefect's server on SQLite hangs for good when an automation changes while it looks at an event (seen in 3.7.7). So
-automations are only changed when they differ, and some seconds after anything else."""
+"""Pause before an automation is changed. Prefect's server on SQLite (3.7.7) hangs for good if an automation changes
+while it processes an event, so automations are changed only if they differ, and after a pause."""
 
 
 class Part(BaseModel):
-    """A part of the file; what is not known is refused, as it would be ignored."""
+    """A section of the file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ScheduleSpec(Part):
-    """When a deployment runs; the slug tells schedules apart when they are applied again."""
+    """A schedule of a deployment; the slug identifies it when the file is applied again."""
 
     slug: str
     cron: str | None = None
@@ -50,14 +50,14 @@ class ScheduleSpec(Part):
 
 
 class PoolSpec(Part):
-    """Where a deployment runs, and with which variables of the worker's job."""
+    """The work pool of a deployment, and its job variables."""
 
     name: str
     job_variables: dict[str, Any] = {}
 
 
 class DeploymentSpec(Part):
-    """A deployment in the form of Prefect's prefect.yaml; the entrypoint is a flow's place among the modules."""
+    """A deployment in the format of Prefect's prefect.yaml; the entrypoint is the module path of a flow."""
 
     name: str
     entrypoint: str
@@ -69,7 +69,7 @@ class DeploymentSpec(Part):
 
 
 class DeploymentFile(Part):
-    """The whole file; `definitions` only holds what is repeated."""
+    """The whole file; `definitions` contains YAML anchors only."""
 
     name: Literal["rollforward"]
     definitions: Any = None
@@ -77,10 +77,10 @@ class DeploymentFile(Part):
 
 
 def deploy(file: Path | None) -> list[tuple[str, str]]:
-    """Applies the deployments of the file and all automations; what is there is updated. Returns a table of it.
+    """Creates or updates the deployments of the file and all automations; returns the result as table rows.
 
-    A schedule keeps whether it is switched on. Raises InputError for a file that does not fit, and for what the server
-    refuses, and TransientError when it does not answer.
+    Active schedules stay active. Raises InputError for an invalid file and for requests that the server rejects, and
+    TransientError if the server does not answer.
     """
     specs = read_deployments(file or DEPLOYMENTS)
     automations = read_automations()
@@ -95,24 +95,28 @@ def deploy(file: Path | None) -> list[tuple[str, str]]:
                 automations += triggers
             rows += [(f"automation {one.name}", _apply_automation(client, one)) for one in automations]
     except httpx.TransportError as error:
-        raise TransientError("the Prefect server does not answer: start it again, then deploy again") from error
+        raise TransientError("the Prefect server does not answer: restart it, then deploy again") from error
     except (PrefectException, DeploymentApplyError, httpx.HTTPStatusError, ValueError) as error:
         cause = error if isinstance(error, httpx.HTTPStatusError) else error.__cause__
         broken = isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code >= 500
         if broken or isinstance(cause, httpx.TransportError):
-            raise TransientError(f"the Prefect server has failed: {error}") from error
-        where, fix = str(file or DEPLOYMENTS), "change what the message speaks of"
-        raise InputError("deployments that the server takes", str(error), where, fix) from error
+            raise TransientError(f"the Prefect server failed: {error}") from error
+        raise InputError(
+            expected="deployments that the server accepts",
+            seen=str(error),
+            where=str(file or DEPLOYMENTS),
+            fix="correct the entry in the message",
+        ) from error
     return rows
 
 
 def read_deployments(file: Path) -> list[DeploymentSpec]:
-    """The deployments of the file; InputError when it does not have their form."""
+    """The deployments of the file; raises InputError if its format is invalid."""
     return _read(file, TypeAdapter(DeploymentFile)).deployments
 
 
 def read_automations() -> list[AutomationCore]:
-    """What happens to flow runs that die."""
+    """The automations that restart dead flow runs."""
     return _read(AUTOMATIONS, TypeAdapter(list[AutomationCore]))
 
 
@@ -120,31 +124,37 @@ def _read(file: Path, form: TypeAdapter[Form]) -> Form:
     try:
         return form.validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError) as error:
-        raise InputError("a YAML file", str(error), str(file), "give another file, or correct it") from error
+        raise InputError(
+            expected="a YAML file", seen=str(error), where=str(file), fix="correct it, or choose another file"
+        ) from error
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        fix = f"compare it with {DEPLOYMENTS}"
-        raise InputError("the form of a deployments file", "; ".join(problems), str(file), fix) from error
+        raise InputError(
+            expected="the format of a deployments file",
+            seen="; ".join(problems),
+            where=str(file),
+            fix=f"compare it with {DEPLOYMENTS}",
+        ) from error
 
 
 def _apply_pool(client: SyncPrefectClient, name: str) -> str:
     try:
         client.create_work_pool(WorkPoolCreate(name=name, type="process"))
     except ObjectAlreadyExists:
-        return "is there"
-    return "made"
+        return "unchanged"
+    return "created"
 
 
 def _apply_deployment(client: SyncPrefectClient, spec: DeploymentSpec) -> tuple[str, str, list[AutomationCore]]:
-    """The deployment's name, what was done, and the automations that start it by events."""
+    """The deployment's name, `created` or `updated` with its schedules, and the automations for its triggers."""
     found = _load(spec)
     name = f"{found.name}/{spec.name}"
     try:
-        there = client.read_deployment_by_name(name)
+        existing = client.read_deployment_by_name(name)
     except ObjectNotFound:
-        there = None
-    switched = {schedule.slug: schedule.active for schedule in there.schedules} if there else {}
-    schedules = [_schedule(schedule, switched.get(schedule.slug, schedule.active)) for schedule in spec.schedules]
+        existing = None
+    active = {schedule.slug: schedule.active for schedule in existing.schedules} if existing else {}
+    schedules = [_schedule(schedule, active.get(schedule.slug, schedule.active)) for schedule in spec.schedules]
     deployment = RunnerDeployment.from_flow(
         found,
         spec.name,
@@ -155,17 +165,17 @@ def _apply_deployment(client: SyncPrefectClient, spec: DeploymentSpec) -> tuple[
         schedules=schedules,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    # Recipes, rows and functions are found from the folder in which `rollforward deploy` ran.
+    # Relative recipes, rows and functions are resolved from the folder in which `rollforward deploy` ran.
     deployment.storage = LocalStorage(os.getcwd())
     number = deployment.apply()
     assert isinstance(number, UUID)
     on = [f"{schedule.slug} {'on' if schedule.active else 'off'}" for schedule in schedules]
     automations = [_started_by(trigger, number, spec.name) for trigger in spec.triggers]
-    return name, ", ".join(["updated" if there else "made", *on]), automations
+    return name, ", ".join(["updated" if existing else "created", *on]), automations
 
 
 def _started_by(trigger: DeploymentEventTrigger, deployment: UUID, name: str) -> AutomationCore:
-    """An automation of its own: those that a deployment owns are deleted and made anew each time."""
+    """An automation without an owner: those owned by a deployment are deleted and recreated on every update."""
     trigger.set_deployment_id(deployment)
     own = {"owner_resource": None, "name": f"rollforward {name} by {' or '.join(sorted(trigger.expect))}"}
     return trigger.as_automation().model_copy(update=own)
@@ -175,8 +185,12 @@ def _load(spec: DeploymentSpec) -> Flow[..., Any]:
     try:
         return load_flow_from_entrypoint(spec.entrypoint, use_placeholder_flow=False)
     except Exception as error:
-        fix = "name a flow such as flows.train.train"
-        raise InputError("a flow", str(error), f"entrypoint {spec.entrypoint} of {spec.name}", fix) from error
+        raise InputError(
+            expected="the module path of a flow",
+            seen=str(error),
+            where=f"entrypoint {spec.entrypoint} of {spec.name}",
+            fix="use a path such as flows.train.train",
+        ) from error
 
 
 def _schedule(spec: ScheduleSpec, active: bool) -> Schedule:
@@ -184,12 +198,12 @@ def _schedule(spec: ScheduleSpec, active: bool) -> Schedule:
 
 
 def _apply_automation(client: SyncPrefectClient, wanted: AutomationCore) -> str:
-    there = client.read_automations_by_name(wanted.name)
-    if there and AutomationCore.model_validate(there[0].model_dump()) == wanted:
-        return "is there"
+    existing = client.read_automations_by_name(wanted.name)
+    if existing and AutomationCore.model_validate(existing[0].model_dump()) == wanted:
+        return "unchanged"
     time.sleep(SETTLE_S)
-    if there:
-        client.update_automation(there[0].id, wanted)
+    if existing:
+        client.update_automation(existing[0].id, wanted)
         return "updated"
     client.create_automation(wanted)
-    return "made"
+    return "created"

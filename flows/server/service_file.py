@@ -1,4 +1,4 @@
-"""The file in the home folder that lists the services that `rollforward up` has started."""
+"""The file in the home folder that lists the services started by `rollforward up`."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ SERVICES = "services.json"
 
 @dataclass(frozen=True)
 class Service:
-    """A service of this home folder: its process, its address (empty for one without a port), and its log."""
+    """A service of this home folder: its process, its address (empty for the worker), and its log file."""
 
     process: Process
     address: str
@@ -19,7 +19,7 @@ class Service:
 
 
 def recorded_services(home: Path) -> dict[str, Service]:
-    """The services that `rollforward up` has started, by name; some may have ended since."""
+    """The services started by `rollforward up`, by name; some may have ended since."""
     try:
         text = (home / SERVICES).read_text()
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def recorded_services(home: Path) -> dict[str, Service]:
 
 
 def running_services(home: Path) -> dict[str, Service]:
-    """The recorded services whose process still runs, by name."""
+    """The recorded services whose process is alive, by name."""
     return {name: service for name, service in recorded_services(home).items() if service.process.find()}
 
 

@@ -1,7 +1,7 @@
-"""What Prefect's pages show of a run: its lines as logs, its progress, tables and links.
+"""A run on Prefect's pages: terminal lines as logs, and progress, tables and links as artifacts.
 
-Without a server of its own (`PREFECT_API_URL`) nobody could look at them, and nothing is sent. What Prefect's server
-does fails no run: after a failure the pages are left alone for a while.
+Nothing is sent unless `PREFECT_API_URL` names a server: the run's own server ends with the run. Errors of Prefect's
+server never fail a run; after one, no artifacts are sent for a while.
 """
 
 import logging
@@ -23,31 +23,31 @@ from prefect.settings import PREFECT_API_URL
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 3.0
-"""Least time between two updates of the progress."""
-REST_S = 300.0
-"""Time without artifacts after a failure: not every step shall sit through the client's retries."""
+UPDATE_INTERVAL_S = 3.0
+"""Minimum time between two updates of the progress."""
+PAUSE_S = 300.0
+"""Time without artifacts after a failure, so that not every step waits for the client's retries."""
 
 
 class PrefectPages:
-    """The pages of the flow run that this process works on."""
+    """Logs and artifacts of the flow run in this process."""
 
     def __init__(self, run: str) -> None:
-        """Artifacts have keys that begin with the name of the run."""
-        self.shown = bool(PREFECT_API_URL.value())
+        """`run` is the name of the run, the prefix of all artifact keys."""
+        self.enabled = bool(PREFECT_API_URL.value())
         self._key = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
         self._progress: UUID | None = None
-        self._updated = self._rests_until = -math.inf
+        self._updated = self._paused_until = -math.inf
 
-    def line(self, text: str) -> None:
-        """A line of the terminal, on the page of logs too."""
-        if self.shown and text.strip():
+    def log_line(self, text: str) -> None:
+        """Sends a line of the terminal to the flow run's logs."""
+        if self.enabled and text.strip():
             _lines().info(text)
 
     def progress(self, step: int, steps: int, text: str) -> None:
-        """How far training is; passed over while the last update is young, except at the end."""
+        """Updates the progress artifact, at most once per `UPDATE_INTERVAL_S` and at the last step."""
         now = time.monotonic()
-        if step < steps and now < self._updated + EVERY_S:
+        if step < steps and now < self._updated + UPDATE_INTERVAL_S:
             return
         self._updated = now
         percent = 100.0 * step / steps
@@ -59,26 +59,26 @@ class PrefectPages:
             self._sent(lambda: update_progress_artifact(update, percent, description=text))
 
     def table(self, name: str, rows: Sequence[dict[str, Any]], text: str) -> None:
-        """A table under the key `<run>-<name>`; the rows' keys are its columns."""
+        """Creates a table artifact with the key `<run>-<name>`; the keys of the rows are its columns."""
         self._sent(lambda: create_table_artifact(list(rows), key=f"{self._key}-{name}", description=text))
 
     def markdown(self, name: str, markdown: str, text: str) -> None:
-        """A Markdown text under the key `<run>-<name>`."""
+        """Creates a Markdown artifact with the key `<run>-<name>`."""
         self._sent(lambda: create_markdown_artifact(markdown, key=f"{self._key}-{name}", description=text))
 
     def _sent(self, send: Callable[[], Any]) -> Any:
-        if not self.shown or time.monotonic() < self._rests_until:
+        if not self.enabled or time.monotonic() < self._paused_until:
             return None
         try:
             return send()
-        except Exception as error:  # whatever a server, a proxy or Prefect's client makes of it
-            logger.warning("Prefect's pages are left alone for %.0f s: %s", REST_S, type(error).__name__)
-            self._rests_until = time.monotonic() + REST_S
+        except Exception as error:  # servers, proxies and Prefect's client raise errors of many types
+            logger.warning("Prefect artifacts are paused for %.0f s: %s", PAUSE_S, type(error).__name__)
+            self._paused_until = time.monotonic() + PAUSE_S
             return None
 
 
 def _lines() -> logging.Logger:
-    """A logger that sends to Prefect's API alone: Prefect's own ones print on the terminal too."""
+    """A logger that only sends to Prefect's API: Prefect's own loggers also print to the terminal."""
     lines = logging.getLogger("rollforward.lines")
     if not lines.handlers:
         lines.addHandler(APILogHandler())

@@ -1,4 +1,4 @@
-"""Events of Prefect: what happens to models, for automations of others to act on."""
+"""Prefect events about registered models, as triggers for automations."""
 
 import asyncio
 import logging
@@ -12,8 +12,8 @@ TIMEOUT_S = 5.0
 def emit(name: str, model: str, payload: dict[str, Any]) -> None:
     """Sends the event `name` about a registered model, as the resource `rollforward.model.MODEL`.
 
-    Does nothing where no Prefect server is configured. Takes at most 5 s and never raises: a move counts, whoever hears
-    of it.
+    Does nothing if no Prefect server is configured. Takes at most `TIMEOUT_S` and never raises, so that a missing
+    server cannot undo an alias move.
     """
     from prefect.settings import PREFECT_API_URL
 
@@ -22,7 +22,7 @@ def emit(name: str, model: str, payload: dict[str, Any]) -> None:
     try:
         asyncio.run(asyncio.wait_for(_send(name, model, payload), TIMEOUT_S))
     except Exception as error:
-        logger.warning("The event %s of %s was not sent: %s", name, model, error or type(error).__name__)
+        logger.warning("Event %s for model %s was not sent: %s", name, model, error or type(error).__name__)
 
 
 async def _send(name: str, model: str, payload: dict[str, Any]) -> None:
@@ -35,6 +35,6 @@ async def _send(name: str, model: str, payload: dict[str, Any]) -> None:
         role = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.resource.role": "flow-run"}
         related = [RelatedResource.model_validate(role)]
     resource = Resource.model_validate({"prefect.resource.id": f"rollforward.model.{model}"})
-    # Confirmed one by one: the process may end right after it.
+    # Each event is confirmed before the next, because the process may end right after it.
     async with get_events_client(reconnection_attempts=0, checkpoint_every=1) as client:
         await client.emit(Event(event=name, resource=resource, related=related, payload=payload))

@@ -1,4 +1,4 @@
-"""Copies of a version: under a production name, or in the MLflow of another place."""
+"""Copies a version to another registered model, in the same MLflow or in another one."""
 
 from pathlib import Path
 
@@ -10,23 +10,26 @@ from tasks.tracking.tracker import Tracker, mlflow_client, mlflow_errors
 
 
 def copy_version(source: Registry, version_or_alias: str, name: str, uri: str | None, cache: Path) -> str:
-    """Copy a version to the registered model `name` and return its number there; the same checkpoint gives one only.
+    """Copies a version to the registered model `name`, once per checkpoint, and returns its version number there.
 
-    Within one MLflow nothing but the entry is copied. To another, at `uri`, the files go by way of the folder `cache`.
-    Tags go along, aliases do not; `copied_from` and `copied_from_uri` say where it was. Raises `InputError` when source
-    and target are the same, or the version says of no checkpoint.
+    Within one MLflow only the entry is copied; to another one, at `uri`, the files are copied through the folder
+    `cache`. Tags are copied, aliases are not; the tags `copied_from` and `copied_from_uri` name the original. Raises
+    `InputError` if source and target are the same, or if the version has no checkpoint tag.
     """
     info, target = source.get(version_or_alias), Registry(uri or source.uri, name)
     if info.checkpoint is None:
         raise InputError(
-            expected="a version that Rollforward has registered",
+            expected="a version registered by Rollforward",
             seen="no tag rollforward.checkpoint",
             where=f"version {info.version} of {source.name}",
-            fix="copy it with MLflow's own copy_model_version",
+            fix="copy it with MLflow's copy_model_version",
         )
     if (target.uri, target.name) == (source.uri, source.name):
         raise InputError(
-            "another registered model", f"{name} itself", "--to", "give another name, or another MLflow with --to-uri"
+            expected="another registered model",
+            seen=f"{name} itself",
+            where="--to",
+            fix="choose another name, or another MLflow with --to-uri",
         )
     came_from = f"models:/{source.name}/{info.version}"
     origin = {"copied_from": came_from, "copied_from_uri": without_credentials(source.uri)}
@@ -38,11 +41,13 @@ def copy_version(source: Registry, version_or_alias: str, name: str, uri: str | 
         version = mlflow_client(source.uri).get_model_version(source.name, info.version)
     assert version.source
     files, tags = version.source, version.tags | {TAG_PREFIX + key: value for key, value in origin.items()}
-    return target.once(info.checkpoint, lambda own: target.create_version(files, version.run_id, {**tags, **own}))
+    return target.get_or_create(
+        info.checkpoint, lambda own: target.create_version(files, version.run_id, {**tags, **own})
+    )
 
 
 def _run_of_copies(uri: str, checkpoint: str) -> str:
-    """Id of an MLflow run that files of a copy belong to: each folder of files belongs to a run there."""
+    """Id of the MLflow run that owns the files of a copy: MLflow requires one for logged files."""
     database = uri.removeprefix("sqlite:///")
     root = None if database == uri else Path(database).parent / "mlartifacts"
     tracker = Tracker(uri, "rollforward", f"copy-{checkpoint[:16]}", checkpoint, root)

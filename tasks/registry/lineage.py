@@ -1,4 +1,4 @@
-"""Where a version comes from: run, settings, rows, code, earlier versions and decision; and back from any of these."""
+"""Lineage of a version (run, settings, rows, code, parent versions, decision), and lookup of versions by any of it."""
 
 from typing import Any
 
@@ -10,34 +10,34 @@ from tasks.registry.versions import TAG_PREFIX, VersionInfo
 from tasks.tracking.tracker import mlflow_client, mlflow_errors
 
 MODELS = "models:/"
-ALSO = "also."
-"""Beginning of the tags that name further runs which came out at a version's weights, with their step."""
-SHORTEST_HASH = 8
-"""Characters of a hash that name it."""
+ALSO_PREFIX = "also."
+"""Prefix of tags that name other runs with identical weights; the value is the step."""
+MIN_HASH_LENGTH = 8
+"""Minimum number of characters of an abbreviated hash."""
 
 
-def find_versions(registry: Registry, word: str) -> list[VersionInfo]:
-    """The version with this number or alias, or those of a run or of a hash (config, data or checkpoint), newest first.
+def find_versions(registry: Registry, query: str) -> list[VersionInfo]:
+    """The version with this number or alias, or those of a run or a hash (config, data or checkpoint), newest first.
 
-    A hash may be given by its beginning. Raises `InputError` when there are none.
+    A hash may be abbreviated to `MIN_HASH_LENGTH` characters. Raises `InputError` if there are none.
     """
     versions = registry.versions()
-    named = [info for info in versions if word == info.version or word in info.aliases]
-    found = named or [info for info in versions if _is_of(info, word)]
-    return found or [registry.get(word)]  # which says what there is
+    named = [info for info in versions if query == info.version or query in info.aliases]
+    found = named or [info for info in versions if _matches(info, query)]
+    return found or [registry.get(query)]  # raises the error that lists all versions
 
 
-def _is_of(info: VersionInfo, word: str) -> bool:
+def _matches(info: VersionInfo, query: str) -> bool:
     hashes = (info.tags.get(key, "") for key in ("config_hash", "data_hash", "checkpoint"))
     return (
-        word == info.run
-        or ALSO + word in info.tags
-        or (len(word) >= SHORTEST_HASH and any(each.startswith(word) for each in hashes))
+        query == info.run
+        or ALSO_PREFIX + query in info.tags
+        or (len(query) >= MIN_HASH_LENGTH and any(each.startswith(query) for each in hashes))
     )
 
 
-def with_tag(uri: str, key: str, value: str) -> list[str]:
-    """`models:/NAME/VERSION` of each version in the MLflow at `uri` that has the tag, oldest first."""
+def versions_with_tag(uri: str, key: str, value: str) -> list[str]:
+    """`models:/NAME/VERSION` of each version with the tag in the MLflow at `uri`, oldest first."""
     quoted = value.replace("'", "''")
     with mlflow_errors(uri):
         found = mlflow_client(uri).search_model_versions(f"tags.`{TAG_PREFIX}{key}` = '{quoted}'")
@@ -45,18 +45,18 @@ def with_tag(uri: str, key: str, value: str) -> list[str]:
 
 
 def lineage(registry: Registry, version_or_alias: str) -> dict[str, Any]:
-    """All that is known of a version, as JSON values.
+    """Everything known about a version, as JSON values.
 
     Keys: `model version aliases created tags moves parents children run data evaluation decision rollouts missing`.
-    `parents` begins with the one that it was trained from and ends with the base model. What cannot be read any more,
-    such as the folder of the run, is None, and `missing` has words for it.
+    `parents` starts with the model that the version was trained from and ends with the base model. Information that
+    can no longer be read, such as a deleted run folder, is None, with a message in `missing`.
     """
     info = registry.get(version_or_alias)
     missing: list[str] = []
     store = info.tags.get("store")
-    kept = _kept(Store(store), info, missing) if store else {}
+    stored = _read_run(Store(store), info, missing) if store else {}
     if store is None:
-        missing.append("the version does not say where its run is kept")
+        missing.append("the version has no tag with the location of its run")
     return {
         "model": registry.name,
         "version": info.version,
@@ -65,8 +65,8 @@ def lineage(registry: Registry, version_or_alias: str) -> dict[str, Any]:
         "tags": dict(info.tags),
         "moves": [vars(move) for move in registry.moves() if info.version in (move.version, move.before)],
         "parents": _parents(registry, info, missing),
-        "children": with_tag(registry.uri, "parent", f"{MODELS}{registry.name}/{info.version}"),
-        **{key: kept.get(key) for key in ("run", "data", "evaluation", "decision", "rollouts")},
+        "children": versions_with_tag(registry.uri, "parent", f"{MODELS}{registry.name}/{info.version}"),
+        **{key: stored.get(key) for key in ("run", "data", "evaluation", "decision", "rollouts")},
         "missing": missing,
     }
 
@@ -83,20 +83,20 @@ def _parents(registry: Registry, info: VersionInfo, missing: list[str]) -> list[
         try:
             info = Registry(registry.uri, name).get(version)
         except InputError:
-            missing.append(f"{parent}, which it was trained from, is not registered any more")
+            missing.append(f"{parent}, the parent, is no longer registered")
             return [*chain, {"name": parent, "hash": info.tags.get("parent_hash")}]
         chain.append({"name": parent, "run": info.run, "step": info.step, "score": info.score_after})
     return chain
 
 
-def _kept(store: Store, info: VersionInfo, missing: list[str]) -> dict[str, Any]:
-    """What the folder of the run tells; adds to `missing` what cannot be read."""
+def _read_run(store: Store, info: VersionInfo, missing: list[str]) -> dict[str, Any]:
+    """The part of the lineage stored in the run's folder; appends a message to `missing` for each unreadable file."""
 
     def read(rel: str) -> Any:
         try:
             return store.read_json(rel)
         except FileNotFoundError:
-            missing.append(f"{store.url}/{rel} is not there")
+            missing.append(f"{store.url}/{rel} does not exist")
         except RollforwardError as error:
             missing.append(
                 f"{store.url}/{rel} cannot be read: {error.seen if isinstance(error, InputError) else error}"

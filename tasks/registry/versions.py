@@ -1,4 +1,4 @@
-"""What the registry says of one version, and of one move of the alias champion."""
+"""Records of the registry: one version, and one move of the alias `champion`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from typing import Any
 
 TAG_PREFIX = "rollforward."
 CHECKPOINT = TAG_PREFIX + "checkpoint"
-"""Tag with the identity of a version's files."""
+"""Tag with the hash that identifies a version's files."""
 
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """A registered version with what its tags say; a field whose tag is missing is None."""
+    """A registered version with the values of its tags; a field whose tag is missing is None."""
 
     version: str
     aliases: tuple[str, ...]
@@ -23,12 +23,12 @@ class VersionInfo:
     created: datetime
     checkpoint: str | None
     tags: Mapping[str, str] = field(default_factory=dict)
-    """All tags of Rollforward, without their prefix."""
+    """All tags with the prefix `rollforward.`, without the prefix."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """The alias champion went from the version `before` to `version`."""
+    """A move of the alias `champion` from the version `before` to `version`."""
 
     at: str
     """Time in UTC, as `2026-01-31T12:00:00.000000Z`."""
@@ -39,7 +39,7 @@ class Move:
 
 
 def version_info(version: Any, aliases: Mapping[str, str]) -> VersionInfo:
-    """What MLflow's version says; `aliases` maps each alias of the model to a version."""
+    """Converts MLflow's version; `aliases` maps each alias of the model to a version."""
     number = str(version.version)
 
     def tag(key: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a comparison needs of a run, from its store."""
+"""Reads one side of a comparison of two runs from its store."""
 
 from rl_core.config.compose import from_dict
 from rl_core.reports.compare import Side
@@ -10,7 +10,7 @@ from tasks.runs.run import committed_step
 
 
 def side(store: Store) -> Side:
-    """The run as far as it is committed."""
+    """Config, last scores and committed ledger records of a run."""
     run = store.read_json(run_files.RUN)
     last = {name: before if after is None else after for name, (before, after) in scores(store).items()}
     return Side(

@@ -1,4 +1,4 @@
-"""What runs that died have left on this machine: statuses, locks, processes, shared memory and half-made folders."""
+"""Resources left on this machine by dead runs: statuses, locks, processes, shared memory and uncommitted folders."""
 
 import os
 import time
@@ -17,15 +17,14 @@ from tasks.runs.run import run_names
 
 _RAY = ("raylet", "gcs_server", "ray::", "/ray/")
 _YOUNG_S = 60.0
-"""Age below which a file in shared memory may be about to be opened."""
-
+"""Age below which a file in shared memory is not reported, because a process may be about to open it."""
 
 Level = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor: what was looked at, what was seen, and what to do about it."""
+    """One line of the doctor: the item checked, the observation, and how to fix a problem."""
 
     level: Level
     what: str
@@ -34,7 +33,7 @@ class Finding:
 
 
 def leftovers(home: Path) -> list[Finding]:
-    """Everything that was left below a home folder and in shared memory; one good line when there is nothing."""
+    """Findings for everything left below a home folder and in shared memory; a single `ok` if nothing is left."""
     held = held_locks(home)
     found = [*_dead_runs(home), *_orphaned_locks(held), *_half_made(home, held)]
     if not held:
@@ -44,7 +43,7 @@ def leftovers(home: Path) -> list[Finding]:
 
 
 def held_locks(home: Path) -> dict[str, int]:
-    """Runs that a process works on, and the number of the process that took the lock, 0 when it is not known."""
+    """Names of the locked runs, with the id of the process that took the lock, 0 if it is unknown."""
     held = {line.split()[5].rpartition(":")[2] for line in Path("/proc/locks").read_text().splitlines()
             if " FLOCK " in line and "->" not in line}  # fmt: skip
     locks = [path for path in (home / "locks").glob("*.lock") if str(path.stat().st_ino) in held]
@@ -61,15 +60,15 @@ def _dead_runs(home: Path) -> Iterator[Finding]:
     for name in run_names(root):
         status = read_status(root.child(name))
         if status and status.state == "running" and not status.lives:
-            fix = f"the same command with --run {name} continues it from the last committed step"
+            fix = f"to resume from the last committed step: the same command with --run {name}"
             yield Finding("warning", "run", f"{name} died in stage {status.stage} at step {status.step}", fix)
 
 
 def _orphaned_locks(held: dict[str, int]) -> Iterator[Finding]:
     for name, pid in held.items():
         if pid and not psutil.pid_exists(pid):
-            seen = f"run {name} is locked by what process {pid}, which is gone, has started"
-            yield Finding("problem", "lock", seen, f"end it: fuser -k ROLLFORWARD_HOME/locks/{name}.lock")
+            seen = f"run {name} is locked by a child of process {pid}, which is gone"
+            yield Finding("problem", "lock", seen, f"kill the child: fuser -k ROLLFORWARD_HOME/locks/{name}.lock")
 
 
 def _ray_processes(home: Path) -> Iterator[Finding]:
@@ -80,7 +79,7 @@ def _ray_processes(home: Path) -> Iterator[Finding]:
         if (process.info["environ"] or {}).get("RAY_AUTH_TOKEN_PATH") == token and any(p in command for p in _RAY):
             found.append(str(process.pid))
     if found:
-        seen = f"{len(found)} process{'es' if len(found) > 1 else ''} of Ray, started by a run that is gone"
+        seen = f"{len(found)} Ray process{'es' if len(found) > 1 else ''} of a dead run"
         yield Finding("warning", "ray processes", seen, f"kill {' '.join(found)}")
 
 
@@ -91,7 +90,7 @@ def _shared_memory() -> Iterator[Finding]:
     dead = [path for path in candidates if str(path) not in mapped]
     if dead:
         fix = f"rm -r {' '.join(map(str, dead))}"
-        yield Finding("warning", "shared memory", f"{len(dead)} segments that no process uses", fix)
+        yield Finding("warning", "shared memory", f"{len(dead)} unused segments", fix)
 
 
 def _is_ours(path: Path) -> bool:
@@ -103,7 +102,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _mapped() -> str:
-    """The memory maps of all processes that may be looked at."""
+    """The memory maps of all processes that this user may read."""
     maps = []
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -118,4 +117,4 @@ def _half_made(home: Path, held: dict[str, int]) -> Iterator[Finding]:
     steps = [path for path in (home / "runs").glob("*/checkpoints/step_*")
              if path.parts[-3] not in held and not (path / MANIFEST).exists()]  # fmt: skip
     for path in [*drafts, *steps]:
-        yield Finding("warning", "half made", str(path), "continuing the run removes it, or: rm -r " + str(path))
+        yield Finding("warning", "uncommitted", str(path), "resume the run, which removes it, or: rm -r " + str(path))

@@ -1,4 +1,4 @@
-"""The runs that a home folder or storage keeps, and how far each has come, from what they write there."""
+"""Status and progress of the runs in a home folder or object store, read from their files."""
 
 import time
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ from tasks.runs.run import committed_step, run_names
 
 @dataclass(frozen=True)
 class Overview:
-    """One run; `state` is `running`, `finished`, `stopped`, `failed` or `damaged`, times are seconds since 1970."""
+    """One row of the list of runs.
+
+    `state` is `running`, `finished`, `stopped`, `failed` or `damaged`; `changed` is in seconds since 1970.
+    """
 
     name: str
     url: str
@@ -27,13 +30,21 @@ class Overview:
     changed: float = 0.0
 
 
-def present_status(store: Store) -> Status:
-    """The status of a run as it is now: `step` is done when it is running, and committed when it is not."""
+def current_status(store: Store) -> Status:
+    """The current status of a run; `step` is the last completed one of a running run, else the last committed one.
+
+    Raises InputError if `run.json` lacks a field.
+    """
     run = store.read_json(run_files.RUN)
     try:
         steps, created = run["config"]["trainer"]["steps"], run["created"]
     except (KeyError, TypeError) as error:
-        raise InputError("what a run is", f"no {error}", f"{store.url}/{run_files.RUN}", "restore the file") from error
+        raise InputError(
+            expected="name, config and start time of a run",
+            seen=f"no {error}",
+            where=f"{store.url}/{run_files.RUN}",
+            fix="restore the file",
+        ) from error
     ended = "finished" if store.exists(run_files.REPORT) else "stopped"
     status = read_status(store) or Status(state=ended, steps=steps, beat=created)
     if status.state_now == "running":
@@ -42,9 +53,9 @@ def present_status(store: Store) -> Status:
 
 
 def overview(store: Store, name: str) -> Overview:
-    """A run in the table of all runs."""
+    """The row of one run; a run whose `run.json` cannot be used is `damaged`."""
     try:
-        status, recipe = present_status(store), str(store.read_json(run_files.RUN)["recipe"])
+        status, recipe = current_status(store), str(store.read_json(run_files.RUN)["recipe"])
     except (InputError, KeyError):
         return Overview(name, store.url)
     running = status.state == "running"
@@ -62,7 +73,7 @@ def overview(store: Store, name: str) -> Overview:
 
 
 def overviews(root: Store) -> list[Overview]:
-    """All runs below the root, the one that changed last first."""
+    """All runs below the root, the most recently changed first."""
     found = [overview(root.child(name), name) for name in run_names(root)]
     return sorted(found, key=lambda each: each.changed, reverse=True)
 
@@ -74,8 +85,8 @@ def _reward(store: Store, step: int) -> float | None:
         return None
 
 
-def row(run: Overview) -> tuple[str, ...]:
-    """The run in the columns of `COLUMNS`."""
+def overview_row(run: Overview) -> tuple[str, ...]:
+    """The cells of a run, in the order of `COLUMNS`."""
     state = f"running ({run.pid})" if run.pid else run.state
     reward = "" if run.reward is None else f"{run.reward:.3f}"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)) if run.changed else ""
@@ -85,15 +96,15 @@ def row(run: Overview) -> tuple[str, ...]:
 COLUMNS = ("run", "recipe", "step", "reward", "state", "changed")
 
 
-def lines(status: Status, now: float) -> list[tuple[str, str]]:
-    """A present status in names and values; `now` is in seconds since 1970."""
+def status_rows(status: Status, now: float) -> list[tuple[str, str]]:
+    """Names and values of a status returned by `current_status`; `now` is in seconds since 1970."""
     running = status.state == "running"
     rows = [("state", f"running, process {status.pid} on {status.host}" if running else status.state)]
     if status.error:
-        rows.append(("why", status.error))
+        rows.append(("error", status.error))
     rows.append(("step", f"{status.step}/{status.steps}" + _bar(status)))
     if status.seconds_per_step:
-        rows.append(("rate", f"{duration(status.seconds_per_step)} a step"))
+        rows.append(("rate", f"{duration(status.seconds_per_step)} per step"))
     if status.reward is not None:
         rows.append(("reward", f"{status.reward:.3f}"))
     if not running:
@@ -104,7 +115,7 @@ def lines(status: Status, now: float) -> list[tuple[str, str]]:
     if status.phase:
         waits = WAITS.get(status.phase, status.phase)
         rows.append(("now", f"step {status.step + 1}, {status.phase}: {waits}, for {_ago(status.phase_since, now)}"))
-    return [*rows, ("last sign", f"{_ago(status.beat, now)} ago")]
+    return [*rows, ("updated", f"{_ago(status.beat, now)} ago")]
 
 
 def _ago(since: float, now: float) -> str:

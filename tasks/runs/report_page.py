@@ -1,4 +1,4 @@
-"""A run's report and its summary in words, from nothing but what the run keeps in its store."""
+"""A run's HTML report and Markdown summary, rendered from its store alone."""
 
 import logging
 import re
@@ -17,15 +17,15 @@ from tasks.runs.run import committed_step
 
 logger = logging.getLogger(__name__)
 
-STEPS_OF_SCORING = 10
-"""Last steps whose scoring the report describes."""
+SCORING_STEPS = 10
+"""Number of last steps whose scoring the report describes."""
 SCORES = ("greedy", "sampled", "pass_at_k", "maj_at_k")
-"""Scores of an evaluation, those that it has."""
+"""Names of the scores that an evaluation may have."""
 _EVALUATION = re.compile(r"step_\d{6,}\.json")
 
 
 def evaluations(store: Store) -> tuple[Json | None, Json | None]:
-    """The evaluations of step 0 and of the last step that was evaluated; None for what is not there yet."""
+    """The evaluations of step 0 and of the last evaluated step; None for one that does not exist yet."""
     files = [name for name in store.listdir(run_files.EVALUATION) if _EVALUATION.fullmatch(name)]
     first, last = f"{step_name(0)}.json", max(files, default="")
     before = store.read_json(f"{run_files.EVALUATION}/{first}") if first in files else None
@@ -38,10 +38,10 @@ def scores(store: Store) -> dict[str, tuple[float | None, float | None]]:
     return {name: (before.get(name), after.get(name)) for name in SCORES if name in before | after}
 
 
-def run_page(store: Store, others: Mapping[str, Any]) -> str:
-    """The report of a run as HTML, as far as the run has come.
+def run_page(store: Store, extra_facts: Mapping[str, Any]) -> str:
+    """The report of a run as HTML, from its committed steps.
 
-    `others` are facts that the store does not know: `model_version`, `alias`, `mlflow_run`, `versions`.
+    `extra_facts` are not in the store: `model_version`, `alias`, `mlflow_run`, `versions`.
     """
     run, step = store.read_json(run_files.RUN), committed_step(store)
     records = Ledger(store).records(step)
@@ -58,7 +58,7 @@ def run_page(store: Store, others: Mapping[str, Any]) -> str:
         "config_hash": run["config_hash"],
         "data_hash": manifest["meta"]["data_hash"] if manifest else None,
         "config": [(key, value, origins[key]) for key, value in values.items() if key in origins],
-        **others,
+        **extra_facts,
     }
     found = scores(store)
     summary = {f"{name}_{when}": found.get(name, (None, None))[i]
@@ -72,12 +72,12 @@ def _notes(store: Store) -> list[tuple[str, str]]:
 
 
 def _scoring(store: Store, last: int) -> list[dict[str, Any]]:
-    steps = range(max(last - STEPS_OF_SCORING, 0) + 1, last + 1)
+    steps = range(max(last - SCORING_STEPS, 0) + 1, last + 1)
     try:
         rollouts = [store.read_bytes(run_files.rollouts(step)) for step in steps]
         return scoring_rows(rollouts, f"{store.url}/rollouts")
     except (FileNotFoundError, InputError) as error:
-        logger.warning("The report does not say how responses were scored. %s", error)
+        logger.warning("The report has no section on scoring. %s", error)
         return []
 
 
@@ -98,15 +98,15 @@ def _samples(store: Store) -> list[dict[str, Any]]:
     ]
 
 
-def described(store: Store, links: Mapping[str, str]) -> str:
-    """A few lines of Markdown on a run, for MLflow's and Prefect's pages: what it is, its scores, and links.
+def run_summary(store: Store, links: Mapping[str, str]) -> str:
+    """Markdown summary of a run for the MLflow and Prefect pages: recipe, progress, scores, links and warnings.
 
-    `links` are places by what is there; those with a scheme that a browser follows become links.
+    `links` maps titles to locations; http(s) addresses become links.
     """
     run = store.read_json(run_files.RUN)
     found = [f"{name} {_three(before)} → {_three(after)}" for name, (before, after) in scores(store).items()]
     lines = [f"- {what}: {f'[{where}]({where})' if where.startswith('http') else f'`{where}`'}"
-              for what, where in {"kept in": store.url, **links}.items()]  # fmt: skip
+              for what, where in {"run folder": store.url, **links}.items()]  # fmt: skip
     model, steps = run["config"]["model"]["path"], run["config"]["trainer"]["steps"]
     head = f"Run **{run['name']}** of the recipe `{run['recipe']}`: {committed_step(store)} of {steps} steps"
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What a run is on disk: its name, its config, and what keeps two processes from writing one run."""
+"""A run on disk: its name, its config, and the locks that keep two processes from writing to it."""
 
 import fcntl
 import os
@@ -26,10 +26,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class Run:
-    """A run that this process works on: `lease` reserves it across machines, `lock` on this one. Nothing is written to
-    `store` without the lease.
+    """A run opened by this process: `lease` reserves it across machines, `lock` on this one.
 
-    `changed_layout`: layout settings that differ from the run's first start, as (then, now).
+    Nothing is written to `store` without the lease. `changed_layout`: layout settings that differ from the run's
+    first start, as (then, now).
     """
 
     name: str
@@ -42,57 +42,65 @@ class Run:
 
     @property
     def url(self) -> str:
-        """Where the run is kept."""
+        """Folder or URL of the run."""
         return self.store.url
 
     def close(self) -> None:
-        """Lets other processes work on the run."""
+        """Releases lease and lock."""
         self.lease.end()
         self.lock.close()
 
 
 def runs_root(storage: StorageConfig, home: Path) -> Store:
-    """The store that a config's runs are kept in."""
+    """The store that contains the runs of a config."""
     return Store(storage.root or str(home / "runs"), storage.timeout_s)
 
 
 def find_run(
     composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False
 ) -> tuple[str, Store]:
-    """Name and store of the run to begin or to take up again; looks only.
+    """Name and store of the run to start or resume; reads only.
 
     Without `name` a run is named after recipe and config, so the same command finds it again; `new` takes the next
-    free name instead. Raises InputError when the run exists and neither `resume` nor `name` says to go on, when its
-    config was another, or when there is nothing to resume.
+    free name instead. Raises InputError if the run exists and neither `resume` nor `name` is given, if its config
+    differs, or if there is nothing to resume.
     """
     root = runs_root(composed.config.storage, home)
     wanted = name or f"{Path(composed.recipe).stem}-{config_hash(composed.config)[:8]}"
     if not NAME.fullmatch(wanted):
-        raise InputError("a run name of letters, digits, '.', '_' and '-'", repr(wanted), "--run", "give another name")
+        raise InputError(
+            expected="a run name of letters, digits, '.', '_' and '-'",
+            seen=repr(wanted),
+            where="--run",
+            fix="choose another name",
+        )
     if new:
         wanted = _free_name(root, wanted)
     store = root.child(wanted)
-    begun = _begun(store)
-    if begun and not (resume or name):
+    started = _has_started(store)
+    if started and not (resume or name):
         raise InputError(
-            "a run that does not exist yet",
-            f"run {wanted} is there already",
-            store.url,
-            "add --resume to continue or show it, or --new to start another with the same config",
+            expected="a run that does not exist yet",
+            seen=f"run {wanted} exists",
+            where=store.url,
+            fix="add --resume to continue or show it, or --new to start another with the same config",
         )
     if resume and not store.exists(run_files.RUN):
         raise InputError(
-            "a run to resume", f"no run {wanted}", root.url, f"leave --resume out, or name one of: {_names(root)}"
+            expected="a run to resume",
+            seen=f"no run {wanted}",
+            where=root.url,
+            fix=f"omit --resume to start it, or use --run with one of: {_names(root)}",
         )
-    if begun:
+    if started:
         _check_same_config(store, composed, wanted)
     return wanted, store
 
 
 def open_run(composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False) -> Run:
-    """Takes the lease of the run that `find_run` finds and writes down what a new one is.
+    """Takes the lease of the run found by `find_run`, and writes `run.json` of a new one.
 
-    Raises InputError as `find_run` does, and when another process works on the run.
+    Raises InputError as `find_run` does, and if another process works on the run.
     """
     wanted, store = find_run(composed, home, name, resume, new)
     with ExitStack() as failing:
@@ -101,9 +109,9 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
             store.check_writable()
         lease = Lease(store, wanted, Console().note)
         failing.callback(lease.end)
-        is_new = not _begun(store)
+        is_new = not _has_started(store)
         if not is_new:
-            _check_same_config(store, composed, wanted)  # the holder before may have begun the run
+            _check_same_config(store, composed, wanted)  # the previous holder may have started the run meanwhile
         changed = {} if is_new else layout_diff(_first_config(store), composed.config)
         run = Run(wanted, composed, home, store.guarded(lease.check), lock, lease, changed)
         if is_new:
@@ -112,15 +120,15 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
     return run
 
 
-def _begun(store: Store) -> bool:
-    """Whether the run has more than a config, which may be corrected as long as it has no rows."""
+def _has_started(store: Store) -> bool:
+    """Whether the run has committed rows or steps; until then its config may still change."""
     return store.exists(run_files.RUN) and (
         store.exists(f"{run_files.DATA}/{run_files.MANIFEST}") or committed_step(store) > 0
     )
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """What is written down of a new run."""
+    """Content of `run.json`."""
     composed = run.composed
     return {
         "name": run.name,
@@ -134,26 +142,29 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def stored_run(root: Store, run: str) -> Store:
-    """The store of a run that is there: its name below `root`, or its folder or URL. InputError lists the runs."""
+    """The store of an existing run, given by its name below `root`, or by its folder or URL.
+
+    Raises InputError that lists the runs.
+    """
     store = Store(run) if "/" in run else root.child(run)
     if not store.exists(run_files.RUN):
         names = run_names(root)
         raise InputError(
-            "the name of a run, or the folder or URL of one that is kept elsewhere",
-            repr(run),
-            root.url,
-            f"name one of: {', '.join(names) or 'none there'}",
+            expected="name, folder or URL of a run",
+            seen=repr(run),
+            where=root.url,
+            fix=f"use one of: {', '.join(names) or 'none found'}",
         )
     return store
 
 
 def run_names(root: Store) -> list[str]:
-    """Names of the runs that are kept below `root`."""
+    """Names of the runs below `root`."""
     return [name for name in root.listdir() if root.exists(f"{name}/{run_files.RUN}")]
 
 
 def committed_step(store: Store) -> int:
-    """The newest step of a run that a checkpoint covers, 0 when there is none."""
+    """The last committed step of a run, 0 without a checkpoint."""
     return max(store.committed_steps(run_files.CHECKPOINTS), default=0)
 
 
@@ -163,7 +174,7 @@ def committed_records(store: Store) -> list[dict[str, Any]]:
 
 
 def code_version() -> str:
-    """The installed version, with the commit where the code is a git checkout."""
+    """The installed version, plus the commit if the code is a git checkout."""
     folder = Path(__file__).parent
     commit = subprocess.run(
         ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
@@ -172,18 +183,18 @@ def code_version() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that a run's numbers depend on most."""
+    """Versions of the packages that affect a run's numbers most."""
     found = {}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            continue  # one of the two builds of vLLM is there
+            continue  # only one of the two builds of vLLM is installed
     return found
 
 
 def _first_config(store: Store) -> RunConfig:
-    """What the run began with."""
+    """The config of the run's first start."""
     return from_dict(store.read_json(run_files.RUN)["config"])
 
 
@@ -191,10 +202,10 @@ def _check_same_config(store: Store, composed: Composed, name: str) -> None:
     changed = diff(_first_config(store), composed.config)
     if changed:
         raise InputError(
-            f"the config that run {name} was started with",
-            "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in changed.items()),
-            store.url,
-            "give the same overrides again, or another --run NAME",
+            expected=f"the config with which run {name} was started",
+            seen="; ".join(f"{key} was {before}, now {now}" for key, (before, now) in changed.items()),
+            where=store.url,
+            fix="give the same overrides again, or another --run NAME",
         )
 
 
@@ -207,11 +218,11 @@ def _free_name(root: Store, base: str) -> str:
 
 
 def _names(root: Store) -> str:
-    return ", ".join(name for name in root.listdir() if root.exists(f"{name}/{run_files.RUN}")) or "none there"
+    return ", ".join(run_names(root)) or "none found"
 
 
 def _lock(home: Path, name: str) -> IO[str]:
-    """An exclusive lock that ends with this process, however it ends."""
+    """An exclusive lock, released by the kernel when this process ends for any reason."""
     path = home / "locks" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")
@@ -221,7 +232,10 @@ def _lock(home: Path, name: str) -> IO[str]:
         file.seek(0)
         holder = file.read().strip() or "another process"
         raise InputError(
-            "a run that no other process works on", f"{holder} does", f"run {name}", "wait for it, or give --run NAME"
+            expected="a run that no other process is working on",
+            seen=f"locked by {holder}",
+            where=f"run {name}",
+            fix="wait for it to end, or start another with --run NAME",
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")

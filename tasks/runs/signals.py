@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM while steps are made: the one that is under way may end first, within the grace period."""
+"""SIGINT and SIGTERM during training: the current step may finish first, within the grace period."""
 
 import signal
 import threading
@@ -13,8 +13,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def signals_ignored() -> Iterator[None]:
-    """In the block, which has to end soon by itself, signals do nothing."""
+def ignore_signals() -> Iterator[None]:
+    """Ignores SIGINT and SIGTERM in the block, which must be short."""
     in_main = threading.current_thread() is threading.main_thread()
     found = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS if in_main}
     try:
@@ -24,41 +24,43 @@ def signals_ignored() -> Iterator[None]:
             signal.signal(number, before)
 
 
-class Stopping:
-    """Puts signals off until a step is made.
+class GracefulStop:
+    """Defers signals until the current step is complete.
 
-    Within `stepping` the first signal only sets `asked`, unless the step would take longer than the grace period. A
-    second one, or the end of that period, does what it did before: Python raises KeyboardInterrupt, and for SIGTERM
-    Prefect an exception of its own.
+    Within `defer_signals` the first signal only sets `requested`, unless the step would take longer than the grace
+    period. A second signal, or the end of that period, calls the previous handler: Python raises KeyboardInterrupt,
+    and Prefect its own exception for SIGTERM.
     """
 
     def __init__(self, grace_s: float, notify: Callable[[str], None]) -> None:
-        """`notify` gets what a person should read."""
+        """`grace_s` is the grace period in seconds; `notify` prints a message."""
         self._grace_s, self._notify = grace_s, notify
         self._before: dict[int, Any] = {}
         self._number = 0
-        self._asked = self._began = self._seconds = 0.0
+        self._signalled_at = self._step_began_at = self._step_s = 0.0
 
-    def asked(self) -> bool:
-        """Whether the step under way shall be the last one."""
+    def requested(self) -> bool:
+        """Whether training must stop after the current step."""
         return bool(self._number)
 
     @property
-    def left_s(self) -> float:
-        """What is left of the grace period, in seconds; 0 when there was no signal."""
-        return max(0.0, self._asked + self._grace_s - time.monotonic()) if self._asked else 0.0
+    def grace_left_s(self) -> float:
+        """Remaining seconds of the grace period; 0 if there was no signal."""
+        return max(0.0, self._signalled_at + self._grace_s - time.monotonic()) if self._signalled_at else 0.0
 
     def step_began(self, seconds: float = 0.0) -> None:
-        """A step begins, which takes so long as far as is known; 0 when nothing is."""
-        self._began, self._seconds = time.monotonic(), seconds
+        """Records the start of a step and its expected duration in seconds, 0 if unknown."""
+        self._step_began_at, self._step_s = time.monotonic(), seconds
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Steps are made in the block; a signal that was put off takes effect at its end. Only the main thread can put
-        signals off."""
+    def defer_signals(self) -> Iterator[None]:
+        """Defers signals during the training steps in the block; a deferred signal takes effect at its end.
+
+        Has no effect outside of the main thread.
+        """
         self.step_began()
         in_main = threading.current_thread() is threading.main_thread()
-        # What is ignored stays ignored.
+        # Ignored signals stay ignored.
         found = {number: signal.getsignal(number) for number in SIGNALS if in_main}
         self._before = {number: before for number, before in found.items() if before != signal.SIG_IGN}
         for number in self._before:
@@ -72,8 +74,8 @@ class Stopping:
                 signal.raise_signal(self._number)
 
     def _handle(self, number: int, frame: Any) -> None:
-        left = max(0.0, self._began + self._seconds - time.monotonic())
-        first, self._asked = not self._asked, self._asked or time.monotonic()
+        left = max(0.0, self._step_began_at + self._step_s - time.monotonic())
+        first, self._signalled_at = not self._signalled_at, self._signalled_at or time.monotonic()
         if not first or left > self._grace_s or not self._grace_s:
             self._number = number if self._number else 0
             signal.signal(number, self._before[number])
@@ -81,8 +83,8 @@ class Stopping:
             return
         self._number = number
         about = f" (about {duration(left)})" if left else ""
-        text = f"asked to stop: the step that is under way ends first{about}; a second signal abandons it"
-        # In a thread of its own, for the signal may have come while a line was being printed.
+        text = f"stopping after the current step{about}; a second signal abandons it"
+        # In a separate thread, because the signal may have interrupted a print.
         threading.Thread(target=self._notify, args=(text,), daemon=True).start()
         threading.Thread(target=self._end_grace, args=(number,), daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""What a run is made of on disk: model, tokenizer, tools, chat template, rows, and copies of committed folders."""
+"""Assets of a run: model, tokenizer, tools, chat template, rows, and local copies of committed folders."""
 
 import shutil
 from collections.abc import Callable
@@ -23,22 +23,22 @@ from tasks.runs.run import Run
 
 
 class RunAssets:
-    """The files of one run, each loaded once."""
+    """The assets of one run, each loaded once."""
 
     def __init__(self, run: Run, registry: Registry, warn: Callable[[str], None]) -> None:
-        """`warn` receives a message for every folder that is damaged."""
+        """`warn` receives a message for every damaged folder."""
         self.run, self.config, self.store = run, run.composed.config, run.store
         self.registry, self._warn = registry, warn
         self._verified: set[str] = set()
         self._downloaded: set[tuple[str, str | None]] = set()
 
     def forget(self) -> None:
-        """Verifies and downloads every folder again when it is next needed, as the next attempt of a stage must."""
+        """Forgets what was verified and downloaded, so that the next attempt of a stage checks every folder again."""
         self._verified.clear()
         self._downloaded.clear()
 
     def make_base_model(self) -> Path:
-        """Folder of the model that the run starts from; the offline model is built on first use."""
+        """Folder of the base model; the offline model is built on first use."""
         if self.config.model.path != "tiny":
             return check_model_folder(self.config.model.path)
         folder = self.run.home / "models" / f"tiny-{config_hash(self.config)[:16]}"
@@ -51,7 +51,7 @@ class RunAssets:
         return folder
 
     def fetch_policy_model(self) -> Path:
-        """Folder of the policy that reinforcement learning starts from: after the warm start, or the base model."""
+        """Folder of the initial policy of reinforcement learning: the warm-started model, or else the base model."""
         return self.download(run_files.WARM_START) if self.config.warm_start.steps else self.make_base_model()
 
     @cached_property
@@ -89,20 +89,20 @@ class RunAssets:
         return RLHFDataset.load(self.store, "val", self.tokenizer, self.tools_of)
 
     def verify_or_remove(self, folder: str, content: bool = True) -> Json | None:
-        """The manifest of a committed folder; None when the folder has to be made (again).
+        """The manifest of a committed folder; None if the folder has to be built or rebuilt.
 
         Verified once per attempt; a damaged folder is reported and deleted. Without `content` only names and sizes are
         verified, not checksums.
         """
         if folder not in self._verified and self.store.exists(f"{folder}/{run_files.MANIFEST}"):
             if problems := self.store.verify(folder, content):
-                self._warn(f"{self.store.url}/{folder} is damaged and is made again: {'; '.join(problems)}")
+                self._warn(f"{self.store.url}/{folder} is damaged and will be rebuilt: {'; '.join(problems)}")
                 self.store.remove(folder)
             self._verified.add(folder)
         return self.store.read_manifest(folder)
 
     def download(self, folder: str) -> Path:
-        """A committed folder of the store on this machine; a remote one is copied once per attempt."""
+        """Local path of a committed folder of the store; a remote folder is downloaded once per attempt."""
         local = self.store.local_path(folder)
         if local is None:
             local = self.run.home / "cache" / self.run.name / folder
@@ -113,5 +113,5 @@ class RunAssets:
         return local
 
     def download_version(self, version: str) -> Path:
-        """A registered version's model folder on this machine, downloaded once."""
+        """Local path of a registered version's model folder, downloaded once."""
         return self.registry.local_folder(version, self.run.home / "cache")

@@ -1,6 +1,6 @@
-"""What the stages of one run share in the flow's process: its assets, its workers and its telemetry.
+"""The objects that the stages of one run share in the flow's process: assets, workers, tracking and telemetry.
 
-Stages are Prefect tasks with JSON-sized inputs; `stage` passes them the session of the flow that called them.
+Stages are Prefect tasks with small JSON inputs; the decorator `stage` passes them the session of the calling flow.
 """
 
 import logging
@@ -19,7 +19,7 @@ from rl_core.storage.store import Store
 from rl_core.trainer.failed_steps import failed_step
 from tasks.registry.registry import Registry
 from tasks.runs.run import Run, committed_step
-from tasks.runs.signals import signals_ignored
+from tasks.runs.signals import ignore_signals
 from tasks.session.assets import RunAssets
 from tasks.session.telemetry import RunTelemetry
 from tasks.session.workers import RunWorkers
@@ -52,29 +52,29 @@ class Session:
         self.assets = RunAssets(run, self.registry, self.telemetry.warn)
         self.workers = RunWorkers(run, self.assets, self.telemetry, verbose)
         self.failures: list[str] = []
-        """How each failed attempt of the current stage ended."""
+        """A short description of each failed attempt of the current stage."""
 
     def close(self, state: State, why: str) -> None:
-        """Ends the workers and records how the run ended; an error on the way does not hide how that was."""
+        """Stops the workers and records the state in which the run ended, even if stopping them fails."""
         try:
-            self.workers.drop(self.telemetry.stopping.left_s)
+            self.workers.drop(self.telemetry.stopping.grace_left_s)
         except Exception as error:
-            logger.warning("workers were not ended, and end with this process: %s", error)
+            logger.warning("workers could not be stopped; they end with this process: %s", error)
         self.telemetry.close(state, why)
         self.run.close()
 
     def replay_hint(self) -> str:
-        """The command that replays the step that failed; empty when none is recorded."""
-        with suppress(RollforwardError):  # storage may be what has failed
+        """The command that replays the failed step; empty if none is recorded."""
+        with suppress(RollforwardError):  # the failure may be the storage's
             if failed := failed_step(self.store, committed_step(self.store)):
                 run = self.run.url if self.config.storage.root else self.run.name
-                return f"rollforward replay {run} {failed}   computes the step that failed again"
+                return f"to replay the failed step: rollforward replay {run} {failed}"
         return ""
 
 
 @contextmanager
 def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> Iterator[Session]:
-    """The session of a flow; everything that it started is gone afterwards, and MLflow knows how the run ended."""
+    """The session of a flow; at the end it stops everything that it started and records the run's state in MLflow."""
     session = Session(run, verbose, keep_data)
     token = _current.set(session)
     state: State = "finished"
@@ -85,12 +85,12 @@ def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> It
         except BaseException as error:
             state = "failed" if isinstance(error, Exception) else "stopped"
             why = short_message(error)
-            session.telemetry.pages.line(f"✗ {state}: {why}")
+            session.telemetry.pages.log_line(f"✗ {state}: {why}")
             if state == "failed" and (hint := session.replay_hint()):
                 error.add_note(hint)
             raise
         finally:
-            with signals_ignored():
+            with ignore_signals():
                 session.close(state, why)
             _current.reset(token)
             sys.stdout.flush()

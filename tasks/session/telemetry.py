@@ -1,4 +1,4 @@
-"""What a run reports while it works: on the console, in its folder, on Prefect's pages and to MLflow."""
+"""Progress reports of a run: to the console, its folder, Prefect's pages and MLflow."""
 
 import threading
 import time
@@ -10,9 +10,9 @@ from rl_core.storage import run_files
 from rl_core.storage.status import State, StatusWriter
 from rl_core.trainer.observer import RunObserver
 from tasks.prefect_server.artifacts import PrefectPages
-from tasks.runs.hang_report import keep_stall, own_frames
+from tasks.runs.hang_report import own_frames, write_hang_report
 from tasks.runs.run import Run, committed_step
-from tasks.runs.signals import Stopping
+from tasks.runs.signals import GracefulStop
 from tasks.tracking.run_tracking import RunTracking
 
 RECENT = 10
@@ -20,17 +20,19 @@ RECENT = 10
 
 
 class RunTelemetry(RunObserver):
-    """Reports the progress of one run everywhere that users look."""
+    """Reports the progress of one run to the console, the status file, Prefect and MLflow."""
 
     def __init__(self, run: Run, tracking: RunTracking) -> None:
         self.run, self.config, self.store, self.tracking = run, run.composed.config, run.store, tracking
         self.pages = PrefectPages(run.name)
-        self.console = Console(also=self.pages.line)
+        self.console = Console(also=self.pages.log_line)
         self.status = StatusWriter(self.store, self.config.trainer.steps, committed_step(self.store))
-        self.stopping = Stopping(self.config.trainer.grace_s, self.console.note)
+        self.stopping = GracefulStop(self.config.trainer.grace_s, self.console.note)
         self._seconds: list[float] = []
         for key, (before, now) in run.changed_layout.items():
-            self.console.note(f"{key} was {before} when the run began, now {now}: results are equal within rounding")
+            self.console.note(
+                f"{key} changed from {before} to {now} since the run started: results equal within rounding"
+            )
 
     def warn(self, text: str) -> None:
         """Prints a warning and records it for the report."""
@@ -62,30 +64,30 @@ class RunTelemetry(RunObserver):
         self.tracking.flush_paced(step)
 
     def should_stop(self) -> bool:
-        """Whether a signal has requested that training ends after the current step."""
-        return self.stopping.asked()
+        """Whether a signal has requested a stop after the current step."""
+        return self.stopping.requested()
 
     def record_hang(self, why: str) -> str:
-        """Writes who waits for what, `why`, and this process's stacks to a file below the home folder.
+        """Writes the reason `why` and this process's stacks to a hang report below the home folder.
 
-        Returns the file, or why it could not be written.
+        Returns the file, or the error that prevented writing it.
         """
         try:
-            return str(keep_stall(self.run.home, self.run.name, self.status.status, why))
+            return str(write_hang_report(self.run.home, self.run.name, self.status.status, why))
         except OSError as error:
-            return f"not kept: {error}"
+            return f"not written: {error}"
 
     def on_hang(self, silent_s: float) -> None:
-        """Reports that this process is about to be killed because it made no progress."""
+        """Reports that this process made no progress and is about to be killed."""
         doing, frames = self.status.status.doing, own_frames(threading.main_thread().ident or 0)
-        why = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s): {doing}; this process is in {frames}"
+        why = f"no progress for {silent_s:.0f} s (trainer.stall_timeout_s): {doing}; this process hangs in {frames}"
         self.console.failure(TransientError(why))
-        self.console.note(f"the same command with --run {self.run.name} continues from the last committed step")
-        self.console.note(f"stacks: {self.record_hang(why)}")  # its disk may be what hangs
+        self.console.note(f"to resume: the same command with --run {self.run.name}")
+        self.console.note(f"stacks: {self.record_hang(why)}")  # after the other lines: the disk may be what hangs
         self.status.close("failed", why)
         self.tracking.end("failed", flush=False)
 
     def close(self, state: State, why: str) -> None:
-        """Records how the run ended."""
+        """Records the state in which the run ended."""
         self.status.close(state, why if state == "failed" else "")
         self.tracking.end(state)

@@ -1,4 +1,4 @@
-"""A run's worker groups and its trainer: started when a stage first needs them, dropped before a retry."""
+"""Worker groups and trainer of a run: started when a stage first needs them, stopped before a retry."""
 
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,7 +18,7 @@ class RunWorkers:
     """Ray, the worker groups and the trainer of one run."""
 
     def __init__(self, run: Run, assets: RunAssets, observer: RunObserver, verbose: bool) -> None:
-        """Starts nothing. `verbose` shows the output of the workers."""
+        """Starts no worker. `verbose` shows the output of the workers."""
         self.run, self.config, self.assets, self.observer = run, run.composed.config, assets, observer
         self._verbose = verbose
         self._resources = ExitStack()
@@ -26,24 +26,24 @@ class RunWorkers:
         self._trainer: PPOTrainer | None = None
 
     def start(self) -> Roles:
-        """The worker groups, started with Ray unless they run."""
+        """The worker groups; starts Ray and the workers if they are not running."""
         if self._roles is None:
             self._resources.enter_context(ray_session(self.run.home, self.config.slots, self._verbose))
-            self.run.lease.check()  # a run that another process has taken over has its workers there
+            self.run.lease.check()  # another process may have taken the run over, with workers of its own
             self._roles = Roles(self.config, self.run.url)
             self._resources.callback(self._close, self._roles)
         return self._roles
 
     def _close(self, roles: Roles) -> None:
-        with suppress(RollforwardError):  # if the lease is lost or storage is away, Ray ends this process's workers
+        with suppress(RollforwardError):  # if the lease is lost or storage is down, Ray ends this process's workers
             self.run.lease.check()
             roles.close()
 
     def start_trainer(self) -> PPOTrainer:
-        """The trainer, started at the last committed step unless it runs."""
+        """The trainer; starts it at the last committed step if it is not running."""
         if self._trainer is None:
             assets, manifest = self.assets, self.run.store.read_manifest(run_files.DATA)
-            assert manifest is not None, "data is prepared before training"
+            assert manifest is not None, "prepare_data must run before training"
             trainer = PPOTrainer(
                 self.config,
                 self.run.store,
@@ -58,9 +58,9 @@ class RunWorkers:
         return self._trainer
 
     def train_to(self, step: int) -> Roles:
-        """The worker groups with the policy of a committed step; steps whose checkpoints are damaged are trained again.
+        """The worker groups with the policy of a committed step; steps with damaged checkpoints are trained again.
 
-        Raises TrainingError when training is already beyond that step.
+        Raises TrainingError if training is already beyond that step.
         """
         trainer = self.start_trainer()
         if trainer.step > step:
@@ -70,9 +70,9 @@ class RunWorkers:
         return self.start()
 
     def load_model(self, folder: Path) -> Roles:
-        """The worker groups with another model, restarted where its shape differs; ends the trainer.
+        """The worker groups with another model, restarted if its shape differs; discards the trainer.
 
-        Raises InputError when the model is too small for the rows.
+        Raises InputError if the model's context is too short for the rows.
         """
         check_shape(folder, self.config.max_length, self.config.rollout.tensor_parallel_size)
         if not same_shape(folder, self.assets.fetch_policy_model()):
@@ -84,10 +84,10 @@ class RunWorkers:
         return roles
 
     def drop(self, patience_s: float = 0.0) -> None:
-        """Ends workers and Ray; the next stage that needs them starts anew from the last commit.
+        """Stops the workers and Ray; the next stage that needs them restarts them from the last commit.
 
-        A finished step is committed before, if all its shards are written within `patience_s` seconds. Not where the
-        step depends on rollouts made ahead, which only the workers may have.
+        A finished step is committed first if all its shards are written within `patience_s` seconds, except in a run
+        with rollouts ahead of training: only the workers may have the rollouts that the step depends on.
         """
         if self._trainer and not self.config.max_staleness:
             self._trainer.checkpointer.rescue(self._trainer.step, patience_s)

@@ -1,4 +1,4 @@
-"""How training goes on while MLflow fails or is slow: short probes, short calls, rests."""
+"""Keeps training going while MLflow fails or is slow: short probes, short timeouts, pauses."""
 
 import logging
 import math
@@ -15,13 +15,13 @@ from rl_core.errors import RollforwardError, TransientError
 logger = logging.getLogger(__name__)
 
 LOCKED = "database is locked"
-"""SQLite's words."""
+"""Part of SQLite's error message."""
 _PROBE_TIMEOUT_S = 3
-_BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+_SHORT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 
 
 def server_problem(uri: str) -> str | None:
-    """One request without retries; None when an MLflow server answers, else what is wrong in a few words."""
+    """Sends one request without retries; returns None if an MLflow server answers, else a short error message."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
@@ -36,12 +36,12 @@ def server_problem(uri: str) -> str | None:
         if reason:
             return reason.group(1).lower()
         return f"no answer within {_PROBE_TIMEOUT_S} s" if "timed out" in str(error) else str(error)
-    # A server behind a login answers 401 or 403 here; its credentials are checked by the first real call.
-    return None if answer.status_code in (200, 401, 403) else f"an answer with HTTP status {answer.status_code}"
+    # A server behind a login answers 401 or 403; the first real call checks the credentials.
+    return None if answer.status_code in (200, 401, 403) else f"HTTP status {answer.status_code}"
 
 
 def sqlite_problem(path: Path) -> str | None:
-    """None when the file can be opened and locked for writing (made if missing), else what is wrong."""
+    """None if the file can be opened (created if missing) and locked for writing, else an error message."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path, timeout=_PROBE_TIMEOUT_S)) as connection:
@@ -53,10 +53,10 @@ def sqlite_problem(path: Path) -> str | None:
 
 
 @contextmanager
-def brief_calls() -> Iterator[None]:
-    """Calls to a server that are tried once and have 10 s: MLflow reads its limits from the environment each time."""
-    before = {name: os.environ.get(name) for name in _BRIEF}
-    os.environ.update(_BRIEF)
+def short_timeouts() -> Iterator[None]:
+    """Limits MLflow requests in the block to one attempt of 10 s; MLflow reads the environment on each request."""
+    before = {name: os.environ.get(name) for name in _SHORT_TIMEOUTS}
+    os.environ.update(_SHORT_TIMEOUTS)
     try:
         yield
     finally:
@@ -67,59 +67,59 @@ def brief_calls() -> Iterator[None]:
                 os.environ[name] = value
 
 
-class Outage:
-    """Lets training go on while MLflow fails; warns when that begins and when it is over."""
+class OutageGuard:
+    """Keeps training going while MLflow fails; warns at the start and at the end of an outage."""
 
     def __init__(self, uri: str, what: str) -> None:
-        """`what` names in the warning what is sent."""
+        """`what` names the data sent, in warnings."""
         self.uri, self.what = uri, what
         self._warned = False
 
     def probe(self) -> None:
-        """Raises TransientError while no server answers or the file is locked: MLflow's own calls would wait longer."""
+        """Raises TransientError if no server answers or the file is locked; MLflow's own calls would wait longer."""
         server = self.uri.startswith("http")
         problem = server_problem(self.uri) if server else sqlite_problem(Path(self.uri.removeprefix("sqlite:///")))
         if problem:
             raise TransientError(f"MLflow at {self.uri} failed: {problem}")
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Sending to MLflow; an error ends the block and is only warned about. No call is tried twice or waits long."""
+    def tolerate(self) -> Iterator[None]:
+        """Runs a block that sends to MLflow, with short timeouts; an error ends the block and is logged, not raised."""
         try:
-            with brief_calls():
+            with short_timeouts():
                 yield
         except RollforwardError as error:
             if not self._warned:
-                logger.warning("%s are kept and sent later. %s", self.what, error)
+                logger.warning("%s are stored and sent later. %s", self.what, error)
             self._warned = True
         else:
             if self._warned:
-                logger.warning("MLflow at %s is back; %s were sent.", self.uri, self.what.lower())
+                logger.warning("MLflow at %s is back; %s have been sent.", self.uri, self.what.lower())
             self._warned = False
 
 
-class Pace:
-    """Keeps what training waits for beside its own work to a tenth of the time, however slow a server is."""
+class Throttle:
+    """Limits the time that training spends on sending to a tenth of its total, however slow the server is."""
 
     SHARE = 0.1
-    FREE_S = 1.0
-    """A block that is shorter needs no rest."""
+    MIN_BLOCK_S = 1.0
+    """Shorter blocks are followed by no pause."""
 
     def __init__(self) -> None:
-        self._rests_until = -math.inf
+        self._paused_until = -math.inf
 
     @property
-    def due(self) -> bool:
-        """Whether the rest after the last long block is over."""
-        return time.monotonic() >= self._rests_until
+    def ready(self) -> bool:
+        """Whether the pause after the last long block is over."""
+        return time.monotonic() >= self._paused_until
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
-        """A block after which a rest in proportion to its length begins."""
+    def measure(self) -> Iterator[None]:
+        """Measures the block and starts a pause in proportion to its duration."""
         start = time.monotonic()
         try:
             yield
         finally:
             took = time.monotonic() - start
-            if took > self.FREE_S:
-                self._rests_until = start + took / self.SHARE
+            if took > self.MIN_BLOCK_S:
+                self._paused_until = start + took / self.SHARE

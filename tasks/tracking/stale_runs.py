@@ -1,4 +1,4 @@
-"""MLflow's runs that look alive though their process is gone: each is closed as its own store says that it ended."""
+"""Closes MLflow runs that are marked as running although their process is gone, with the state in their own store."""
 
 import socket
 from typing import Any
@@ -9,22 +9,22 @@ from tasks.runs.run import NAME
 from tasks.tracking.tracker import RUN_TAG, Tracker, mlflow_client, mlflow_errors
 
 STORE_TAG = "rollforward.store"
-"""Tag of an MLflow run that says where its run is kept."""
+"""Tag of an MLflow run with the location of its run."""
 MLFLOW_STATES: Any = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 def store_url(store: Store) -> str:
-    """Where a run is kept, in words that no other machine uses for another place."""
+    """Location of a run, unique over all machines: a local folder is prefixed with the host name."""
     return f"{socket.gethostname()}:{store.url}" if store.is_local else store.url
 
 
-def end_orphans(tracker: Tracker, root: Store) -> list[str]:
-    """Closes the tracker's experiment's runs whose processes are gone, and that are kept below `root`; their names.
+def close_stale_runs(tracker: Tracker, root: Store) -> list[str]:
+    """Closes runs of the tracker's experiment that are below `root` and whose process is gone; returns their names.
 
     A process that was killed, or that ended while MLflow was down, could not close its run. Raises TransientError on
     an outage.
     """
-    ended = []
+    closed = []
     client = mlflow_client(tracker.uri)
     with mlflow_errors(tracker.uri):
         own = client.get_run(tracker.run_id)
@@ -38,5 +38,5 @@ def end_orphans(tracker: Tracker, root: Store) -> list[str]:
             if status and status.state_now != "running":
                 state, end_ms = MLFLOW_STATES[status.state_now], int(status.beat * 1000)
                 client.set_terminated(run.info.run_id, state, end_ms)
-                ended.append(name)
-    return ended
+                closed.append(name)
+    return closed

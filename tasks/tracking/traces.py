@@ -1,4 +1,4 @@
-"""Trajectories of committed steps as MLflow traces, each once, by the ids that its run, step and place give it."""
+"""Trajectories of committed steps as MLflow traces, each sent once: its id is a hash of run, step and row."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from rl_core.runtime.process_pool import writable
 from rl_core.storage import run_files
 from rl_core.storage.ledger import Ledger
 from rl_core.storage.store import Store
-from tasks.tracking.outage import Outage
+from tasks.tracking.outage import OutageGuard
 from tasks.tracking.tracker import KEY_TAG, RUN_TAG, Tracker, mlflow_client, mlflow_errors
 
 if TYPE_CHECKING:
@@ -29,32 +29,33 @@ STEP_TAG = "rollforward.step"
 ROW_TAG = "rollforward.row"
 
 _MS = 1_000_000  # in ns
-# How long a turn was sampled is not recorded; spans of no length would have no order.
 _TURN_NS = _MS
-_PREVIEW = 1000  # characters that MLflow keeps
+"""Nominal duration of a turn: sampling times are not recorded, and spans without duration have no order."""
+_PREVIEW = 1000
+"""Length of a preview in MLflow, in characters."""
 
 
 class Traces:
-    """Sends trajectories of each committed step to a tracker's run."""
+    """Sends trajectories of each committed step to the tracker's MLflow run."""
 
     def __init__(self, tracker: Tracker, store: Store, tokenizer: PreTrainedTokenizerBase, per_step: int) -> None:
-        """`store` is the run's; `per_step` trajectories become traces."""
+        """`store` is the run's; `per_step` is the number of trajectories sent per step."""
         self.tracker, self.store, self.tokenizer, self.per_step = tracker, store, tokenizer, per_step
-        self._outage = Outage(tracker.uri, "Traces")
+        self._outage = OutageGuard(tracker.uri, "Traces")
         self._last_step: int | None = None
 
     def flush(self, upto: int) -> int:
-        """What `send` does, in seconds; an outage is only warned about and 0 is returned."""
-        with self._outage.passing():
+        """As `send`, with short timeouts; an outage is logged and 0 is returned."""
+        with self._outage.tolerate():
             if self.per_step:
                 self._outage.probe()
             return self.send(upto)
         return 0
 
     def send(self, upto: int) -> int:
-        """Sends the traces of the steps up to the committed `upto` that MLflow does not have yet; returns their number.
+        """Sends the traces up to the committed step `upto` that MLflow lacks; returns their number.
 
-        A step whose rollouts are gone or damaged has no traces. Raises `TransientError` on an outage.
+        A step with missing or damaged rollouts has no traces. Raises `TransientError` on an outage.
         """
         sent = 0
         if not self.per_step:
@@ -66,7 +67,7 @@ class Traces:
         return sent
 
     def _traced_step(self) -> int:
-        """The last step whose traces MLflow has, 0 without any; read once, then kept in memory."""
+        """The last step whose traces MLflow has, 0 without any; read once, then cached."""
         if self._last_step is None:
             run_id = self.tracker.run_id
             with mlflow_errors(self.tracker.uri):
@@ -85,7 +86,7 @@ class Traces:
             spans: list[Span] = []
             for rank, each in enumerate(found):
                 trace_id = sha256(f"{run_id}/{step}/{each.position}".encode()).digest()[:16]
-                # MLflow's page lists the newest first: a step's best becomes the upper one.
+                # MLflow lists the newest trace first; the offset puts a step's best trajectory on top.
                 trace = trace_spans(each, trace_id, start_ns - rank * _MS)
                 info = trace_info(each, trace, experiment_id)
                 info.trace_metadata["mlflow.sourceRun"] = run_id
@@ -101,12 +102,12 @@ class Traces:
         try:
             return transcripts(self.store.read_bytes(rel), self.per_step, self.tokenizer, f"{self.store.url}/{rel}")
         except (FileNotFoundError, InputError) as error:
-            logger.warning("Step %d has no traces. %s", step, error)
+            logger.warning("No traces for step %d. %s", step, error)
             return []
 
 
 def trace_info(transcript: Transcript, spans: "Sequence[Span]", experiment_id: str) -> "TraceInfo":
-    """What MLflow lists of a trajectory: beginning of prompt and answer, and the score as an assessment."""
+    """The listing entry of a trajectory: previews of prompt and answer, and the score as an assessment."""
     from mlflow.entities import Feedback, TraceInfo, TraceLocation, TraceState
 
     root = spans[0]
@@ -129,7 +130,7 @@ def trace_info(transcript: Transcript, spans: "Sequence[Span]", experiment_id: s
 
 
 def trace_spans(transcript: Transcript, trace: bytes, start_ns: int) -> "list[Span]":
-    """The root span of a trajectory, then its turns and calls one after the other; a turn's calls ran together."""
+    """The root span of a trajectory, followed by its turns and tool calls; the calls of a turn run concurrently."""
     children: list[Span] = []
     now = start_ns
     for number, turn in enumerate(transcript.turns, 1):
@@ -156,7 +157,7 @@ def _root_span(trace: bytes, transcript: Transcript, times: tuple[int, int]) -> 
 
 
 def _turn_span(trace: bytes, number: int, name: str, turn: Turn, times: tuple[int, int]) -> "Span":
-    # Only what is new to the turn is its input: the sums of a trace are then the tokens of its trajectory.
+    # Only new tokens count as a turn's input, so that a trace's sums equal the tokens of its trajectory.
     usage = {
         "input_tokens": turn.read_tokens,
         "output_tokens": turn.tokens,
@@ -190,11 +191,11 @@ def _call_span(trace: bytes, number: int, call: dict[str, Any], times: tuple[int
 
 
 def _span(trace: bytes, number: int, name: str, times: tuple[int, int], values: dict[str, Any], problem: str) -> "Span":
-    """A span with start and end in ns since 1970; number 0 is the root, and a problem makes it an error."""
+    """A span with start and end in ns since 1970; number 0 is the root, and a nonempty `problem` marks an error."""
     from mlflow.entities import Span
 
     attributes = {"mlflow.traceRequestId": f"tr-{trace.hex()}", **values}
-    # MLflow's page marks spans by their exceptions, not by their status.
+    # MLflow's page highlights spans with exceptions and ignores their status.
     exception = {
         "name": "exception", "time_unix_nano": times[1], "attributes": {"exception.message": writable(problem)}
     }  # fmt: skip
@@ -214,11 +215,11 @@ def _span(trace: bytes, number: int, name: str, times: tuple[int, int], values: 
 
 
 def _span_id(number: int) -> str:
-    # Unique within the trace is enough; OpenTelemetry forbids 0.
+    # An id must be unique within its trace only; OpenTelemetry forbids 0.
     return b64encode((number + 1).to_bytes(8, "big")).decode()
 
 
 def _json(value: object) -> str:
-    """JSON that databases and browsers read: no lone surrogates, and NaN and infinities as strings."""
+    """JSON that databases and browsers accept: no lone surrogates; NaN and infinities as strings."""
     plain = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
     return json.dumps(json.loads(plain, parse_constant=str), ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""Metrics of a run in MLflow: every ledger record once, whatever dies in between, and no outage stops training.
+"""Metrics of a run in MLflow: every ledger record is logged once, across crashes, and no outage stops training.
 
-MLflow is imported inside functions so that `quiet_mlflow` can set its environment first.
+MLflow is imported inside functions so that `configure_mlflow` can set its environment first.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.credentials import CREDENTIALS_FIX, holds_credentials
 from rl_core.errors import InputError, RollforwardError, TransientError
-from tasks.tracking.outage import LOCKED, Outage, brief_calls, server_problem, sqlite_problem
+from tasks.tracking.outage import LOCKED, OutageGuard, server_problem, short_timeouts, sqlite_problem
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -48,32 +48,38 @@ _ENVIRONMENT = {
 }
 
 
-def quiet_mlflow() -> None:
-    """Set MLflow's environment (no telemetry, short retries, no progress bars) unless the user did; call it first."""
+def configure_mlflow() -> None:
+    """Sets MLflow's environment (no telemetry, short retries, no progress bars) except for variables already set.
+
+    Must be called before MLflow is imported.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def local_tracking_uri(home: Path) -> str:
-    """The SQLite file of the home folder."""
+    """URI of the SQLite file in the home folder."""
     return f"sqlite:///{home.absolute()}/mlflow.db"
 
 
 def default_tracking_uri(home: Path) -> str:
-    """What tracks runs when their config does not say: MLFLOW_TRACKING_URI, or the SQLite file of the home folder."""
+    """The tracking URI of runs whose config has none: MLFLOW_TRACKING_URI, or the SQLite file in the home folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(home)
 
 
 def check_tracking(uri: str, resuming: bool = False) -> None:
-    """Make sure that runs can be tracked at `uri`, within seconds and before anything else starts.
+    """Checks within seconds that runs can be tracked at `uri`.
 
-    Raises `InputError` when no MLflow server answers there, the SQLite file cannot be written, or it is neither. With
-    `resuming` a server need not answer: its address was right before, and the ledger keeps what it misses. Neither
-    need a file that another process has locked.
+    Raises `InputError` if no MLflow server answers, the SQLite file cannot be written, or `uri` is neither. With
+    `resuming` a server need not answer: its address was valid before, and the ledger stores the records meanwhile.
+    A file locked by another process is accepted.
     """
     if holds_credentials(uri):
         raise InputError(
-            "an MLflow server's address without credentials", "one with some", "tracking.uri", CREDENTIALS_FIX
+            expected="the address of an MLflow server without credentials",
+            seen="an address with credentials",
+            where="tracking.uri",
+            fix=CREDENTIALS_FIX,
         )
     if uri.startswith(("http://", "https://")):
         if not resuming and (problem := server_problem(uri)):
@@ -81,27 +87,27 @@ def check_tracking(uri: str, resuming: bool = False) -> None:
                 expected=f"an MLflow server at {uri}",
                 seen=problem,
                 where="tracking.uri",
-                fix="start it with `mlflow server --host … --port …`, or leave tracking.uri unset to use a local file",
+                fix="start it with `mlflow server --host … --port …`, or unset tracking.uri to use a local file",
             )
     elif uri.startswith("sqlite:///"):
         if (problem := sqlite_problem(Path(uri.removeprefix("sqlite:///")))) and LOCKED not in problem:
             raise InputError(
-                expected="a SQLite file that can be written",
+                expected="a writable SQLite file",
                 seen=problem,
                 where=f"tracking.uri = {uri}",
-                fix="make the folder writable, or set another place with tracking.uri=sqlite:////absolute/path/mlflow.db",
+                fix="make the folder writable, or use another one with tracking.uri=sqlite:////absolute/path/mlflow.db",
             )
     else:
         raise InputError(
             expected="http://…, https://… or sqlite:////absolute/path/mlflow.db",
             seen=repr(uri),
             where="tracking.uri",
-            fix="give one of these forms, or leave tracking.uri unset to use a local file",
+            fix="use one of these forms, or unset tracking.uri to use a local file",
         )
 
 
 def mlflow_client(uri: str) -> "MlflowClient":
-    """A client whose tracking server and registry are both at `uri`, independent of MLflow's global settings."""
+    """A client with tracking server and registry at `uri`, independent of MLflow's global settings."""
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -109,28 +115,29 @@ def mlflow_client(uri: str) -> "MlflowClient":
 
 @contextmanager
 def mlflow_errors(uri: str) -> Iterator[None]:
-    """Turn MLflow's exceptions into `InputError` (what it refuses) or `TransientError` (everything else)."""
+    """Converts MLflow's exceptions to `InputError` (rejected requests) or `TransientError` (everything else)."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
     except MlflowException as error:
-        if error.error_code in _CALLER_MISTAKES and "IntegrityError" not in error.message:  # two wrote the same at once
+        # An IntegrityError comes from two processes writing the same row at once.
+        if error.error_code in _CALLER_MISTAKES and "IntegrityError" not in error.message:
             raise InputError(
                 expected="a request that MLflow accepts",
                 seen=error.message,
                 where=f"MLflow at {uri}",
-                fix="change the name or setting that the message speaks of, or the credentials "
+                fix="change the name or setting in the message, or the credentials "
                 "(MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD)",
             ) from error
         raise TransientError(f"MLflow at {uri} failed: {error.message}") from error
     except NotImplementedError as error:
         raise InputError(
-            expected="an MLflow server that can do what is asked of it",
+            expected="an MLflow server that supports the request",
             seen=str(error),
             where=f"MLflow at {uri}",
-            fix="update the server to the version of MLflow that is installed here",
+            fix="update the server to the version of MLflow installed here",
         ) from error
     except SQLAlchemyError as error:
         raise TransientError(f"MLflow at {uri} failed: {error}") from error
@@ -139,14 +146,14 @@ def mlflow_errors(uri: str) -> Iterator[None]:
 
 
 Records = Callable[[int], Sequence[Mapping[str, Any]]]
-"""Gives the records after a step."""
+"""Returns the records after a step."""
 
 
 class Tracker:
-    """The one MLflow run of a Rollforward run, found by its name and key or made on first use.
+    """The MLflow run of a Rollforward run, found by its name and key or created on first use.
 
-    Opening happens at the first call, so a tracker can be made while the server is down. `flush` and `end` never
-    raise; the other methods raise `TransientError` on an outage and `InputError` for what MLflow refuses.
+    It is opened by the first call, so a tracker can be constructed while the server is down. `flush` and `end` never
+    raise; the other methods raise `TransientError` on an outage and `InputError` for rejected requests.
     """
 
     def __init__(
@@ -158,23 +165,23 @@ class Tracker:
         artifact_root: Path | None,
         on_open: Callable[["Tracker"], None] = lambda tracker: None,
     ) -> None:
-        """Artifacts of a new experiment go below `artifact_root`; None leaves the place to the server.
+        """Artifacts of a new experiment are stored below `artifact_root`; with None, where the server decides.
 
-        `on_open` logs what the run shall have from the start; when it fails, the next call opens the run again.
+        `on_open` logs the run's initial data; if it fails, the next call opens the run again.
         """
         self.uri, self.experiment, self.run_name, self.run_key = uri, experiment, run_name, run_key
         self._artifact_root, self._on_open = artifact_root, on_open
         self._run_id: str | None = None
         self._last_step: int | None = None
-        self._outage = Outage(uri, "Metrics")
+        self._outage = OutageGuard(uri, "Metrics")
 
     @cached_property
     def _client(self) -> "MlflowClient":
-        return mlflow_client(self.uri)  # reads the file, which may be locked
+        return mlflow_client(self.uri)  # deferred: it reads the file, which may be locked
 
     @property
     def run_id(self) -> str:
-        """Id of the MLflow run; the run is opened (status RUNNING) if it is not yet."""
+        """Id of the MLflow run, which is opened (status RUNNING) on first use."""
         if self._run_id is None:
             with mlflow_errors(self.uri):
                 self._run_id = run_id = self._open()
@@ -187,31 +194,31 @@ class Tracker:
         return self._run_id
 
     def log_config(self, flat: Mapping[str, object], yaml_text: str, config_hash: str) -> None:
-        """Log parameters (those that are not there yet), the whole config as `config.yaml`, and its hash as a tag."""
+        """Logs the missing parameters, the whole config as `config.yaml`, and its hash as a tag."""
         from mlflow.entities import Param
 
         run_id = self.run_id
         with mlflow_errors(self.uri):
-            there = self._client.get_run(run_id).data.params
-            new = [Param(key, str(value)[:_PARAM_LENGTH]) for key, value in flat.items() if key not in there]
+            logged = self._client.get_run(run_id).data.params
+            new = [Param(key, str(value)[:_PARAM_LENGTH]) for key, value in flat.items() if key not in logged]
             for start in range(0, len(new), _PARAMS_PER_BATCH):
                 self._client.log_batch(run_id, params=new[start : start + _PARAMS_PER_BATCH])
             self._client.log_text(run_id, yaml_text, "config.yaml")
             self._client.set_tag(run_id, CONFIG_TAG, config_hash)
 
     def flush(self, records: Records) -> int:
-        """What `send` does, in seconds; an outage is only warned about and 0 is returned."""
-        with self._outage.passing():
+        """As `send`, with short timeouts; an outage is logged and 0 is returned."""
+        with self._outage.tolerate():
             self._outage.probe()
             return self.send(records)
-        self._last_step = None  # MLflow may know more or less after an outage
+        self._last_step = None  # after an outage, read again what MLflow has
         return 0
 
     def send(self, records: Records) -> int:
-        """Send the records that MLflow does not have yet and return how many were sent.
+        """Sends the records that MLflow lacks and returns their number.
 
-        A record is {"step": int, "time": seconds since 1970, "metrics": {name: number}}; `records` gives those of the
-        run after a step. So what an outage held back is sent by the first call that gets through.
+        A record is {"step": int, "time": seconds since 1970, "metrics": {name: number}}; `records` returns those of
+        the run after a step. Records delayed by an outage are therefore sent by the first call that succeeds.
         """
         sent = 0
         try:
@@ -223,13 +230,13 @@ class Tracker:
                 self._last_step = step
                 sent += count
         except BaseException:
-            # A call that failed here may still have arrived there: ask again before the next one.
+            # A failed call may still have reached MLflow: read its last step again before the next one.
             self._last_step = None
             raise
         return sent
 
     def log_file(self, content: Path | str, name: str) -> None:
-        """Save a file (a path) or a text (a string) as the artifact `name`."""
+        """Logs a file (a path) or a text (a string) as the artifact `name`."""
         text = content.read_text(encoding="utf-8") if isinstance(content, Path) else content
         run_id = self.run_id
         with mlflow_errors(self.uri):
@@ -237,18 +244,18 @@ class Tracker:
 
     @property
     def page(self) -> str:
-        """Address of the run's page on a server."""
+        """URL of the run's page on a server."""
         run_id = self.run_id
         with mlflow_errors(self.uri):
             experiment_id = self._client.get_run(run_id).info.experiment_id
         return f"{self.uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
 
-    def describe(self, markdown: str) -> None:
-        """Put a text at the top of the run's page."""
+    def set_description(self, markdown: str) -> None:
+        """Sets the description at the top of the run's page."""
         self.set_tags({"mlflow.note.content": markdown})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags on the run."""
+        """Sets tags of the run."""
         from mlflow.entities import RunTag
 
         run_id = self.run_id
@@ -256,9 +263,9 @@ class Tracker:
             self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """Close the run; an outage is only warned about, so that it cannot hide how the run itself ended."""
+        """Closes the run; an outage is logged, not raised, so that it cannot hide the run's own error."""
         try:
-            with brief_calls():
+            with short_timeouts():
                 self._outage.probe()
                 run_id = self.run_id
                 with mlflow_errors(self.uri):
@@ -273,7 +280,7 @@ class Tracker:
             found = self._found()
         first, *others = found
         for run in others:
-            # MLflow's client repeats a request whose answer was lost, and the server may have taken both.
+            # MLflow's client repeats a request whose answer was lost; the server may have executed both.
             if run.data.tags.get(_ATTEMPT_TAG) == first.data.tags.get(_ATTEMPT_TAG, ""):
                 self._client.delete_run(run.info.run_id)
         run_id = str(first.info.run_id)
@@ -281,7 +288,7 @@ class Tracker:
         return run_id
 
     def _found(self) -> list[Any]:
-        """MLflow's runs of this run, oldest first: one, unless a repeated request made more."""
+        """MLflow's runs of this run, oldest first: one, unless a repeated request created more."""
         own = f"tags.`{RUN_TAG}` = '{self.run_name}' and tags.`{KEY_TAG}` = '{self.run_key}'"
         found = self._client.search_runs([self._experiment_id()], own)
         return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
@@ -291,12 +298,12 @@ class Tracker:
 
         found = self._client.get_experiment_by_name(self.experiment)
         if found is None:
-            # MLflow's own default is a folder below the current directory.
+            # MLflow's default is a folder below the working directory.
             location = self._artifact_root.absolute().as_uri() if self._artifact_root else None
             try:
                 return str(self._client.create_experiment(self.experiment, artifact_location=location))
             except MlflowException as error:
-                # By another process at the same time, or by a first request whose answer was lost.
+                # Created by another process at the same time, or by an earlier request whose answer was lost.
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
                 found = self._client.get_experiment_by_name(self.experiment)
@@ -311,7 +318,7 @@ class Tracker:
         return str(found.experiment_id)
 
     def _last_logged_step(self) -> int:
-        """Step of the newest record that MLflow has, -1 without any; read once, then kept in memory."""
+        """Step of the newest record in MLflow, -1 without any; read once, then cached."""
         if self._last_step is None:
             with mlflow_errors(self.uri):
                 history = self._client.get_metric_history(self.run_id, STEP_METRIC)
@@ -320,7 +327,8 @@ class Tracker:
 
 
 def _batches(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Any], int, int]]:
-    """Pack whole records into calls: (metrics, number of records, last step). MLflow stores one call whole or not."""
+    """Packs whole records into calls: (metrics, number of records, last step). MLflow stores a call completely or not
+    at all."""
     batch: list[Any] = []
     count, last = 0, -1
     for record in records:
@@ -334,7 +342,7 @@ def _batches(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Any], 
 
 
 def _metrics(record: Mapping[str, Any]) -> list[Any]:
-    """A record's metrics with its marker; names that MLflow forbids are changed."""
+    """The metrics of a record plus `STEP_METRIC`; names that MLflow forbids are changed."""
     from mlflow.entities import Metric
 
     values = {**record["metrics"], STEP_METRIC: record["step"]}
@@ -343,7 +351,7 @@ def _metrics(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _name(name: str) -> str:
-    """A name that MLflow takes: it is a path of plain parts, and not too long."""
+    """A name that MLflow accepts: a path of plain parts of limited length."""
     parts = [part for part in re.sub(r"[^\w\-. :/]", "_", name).split("/") if part.strip(".")]
     plain = "/".join(parts)
     if len(plain) <= _NAME_LENGTH:

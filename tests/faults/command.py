@@ -94,7 +94,7 @@ def prepare() -> None:
          lambda _self, rel, *_: int(rel.rpartition("_")[2]))  # fmt: skip
     around(Ledger, "write", "ledger record", "ledger record", lambda _self, step, _record: step)
     around(RunTracking, "flush_paced", "metric flush", "metric flush", lambda _self, step: step)
-    around(evaluate, "_kept", "evaluation", "evaluation", lambda session, *_: committed_step(session.store))
+    around(evaluate, "_cached", "evaluation", "evaluation", lambda session, *_: committed_step(session.store))
     around(Registry, "register", "registration", "registration", now)
     around(Registry, "promote", "alias move", "alias move", now)
     starts(Roles)

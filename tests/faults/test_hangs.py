@@ -31,7 +31,7 @@ from rl_core.config.schema import RunConfig
 from rl_core.errors import Stalled
 from rl_core.storage.status import Status, read_status
 from rl_core.storage.store import Store
-from tasks.runs.hang_report import keep_stall
+from tasks.runs.hang_report import write_hang_report
 from tasks.tracking.tracker import Tracker
 
 HOME = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
@@ -158,11 +158,11 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named_with_what_it_does(
     elsewhere = ray.get(stall._observe_elsewhere(ranks.ranks[1]), timeout=20)
     assert stall.describe(elsewhere) in hanging
 
-    file = keep_stall(tmp_path, "a/run", Status(stage="train", phase="push", step=4), raised.value.report)
+    file = write_hang_report(tmp_path, "a/run", Status(stage="train", phase="push", step=4), raised.value.report)
     text = file.read_text()
     assert file.parent == tmp_path / "stalls" and file.name.startswith("a_run-")
     assert text.startswith("run a/run, stage train, step 5: the rollout engines wait for the new weights, since ")
-    assert "in never_answers" in text and "in keep_stall" in text
+    assert "in never_answers" in text and "in write_hang_report" in text
 
     os.kill(ranks.ranks[1].pid, signal.SIGSTOP)
     with pytest.raises(Stalled, match=rf"{re.escape(who)} is stopped by a signal"):
@@ -188,7 +188,7 @@ from flows.home import prepare_home
 from rl_core.config.compose import compose
 
 home = prepare_home(False)
-from flows.preflight import preflight, watched
+from flows.preflight import preflight, watch_for_hang
 from tasks.prepare_data import prepare_data
 from tasks.runs.run import open_run
 from tasks.session.session import open_session
@@ -202,7 +202,7 @@ class Silent(MemoryFileSystem):
 fsspec.register_implementation("silent", Silent)
 if (looking := os.fork()) == 0:
     composed = compose("grpo", ["storage.root=silent://runs", "trainer.stall_timeout_s=1"])
-    with watched(composed.config):
+    with watch_for_hang(composed.config):
         preflight(composed, home)
 print("ended with", os.waitstatus_to_exitcode(os.waitpid(looking, 0)[1]), flush=True)
 
@@ -221,12 +221,14 @@ def test_files_that_never_answer_end_the_process(tmp_path: Path) -> None:
         env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90, check=False,
     )  # fmt: skip
     before, _, output = done.stdout.partition("ended with 1\n")
-    assert re.search(r"no progress for \d s .* before the run: this process is in never_answers", before), done.stdout
+    assert re.search(r"no progress for \d s .* before the run started: this process hangs in never_", before), (
+        done.stdout
+    )
 
     assert done.returncode == 1, output
-    told = r"no progress for \d s \(trainer.stall_timeout_s\): stage none, since [\d:]+; this process is in never_"
+    told = r"no progress for \d s \(trainer.stall_timeout_s\): stage none, since [\d:]+; this process hangs in never_"
     assert re.search(told, output), output
-    assert "the same command with --run silent continues" in output
+    assert "to resume: the same command with --run silent" in output
     (file,) = (tmp_path / "stalls").iterdir()
     assert str(file) in output and "in never_answers" in file.read_text()
     status = read_status(Store(str(tmp_path / "runs/silent")))
@@ -260,4 +262,6 @@ def test_a_tracker_that_never_answers_holds_no_step(tmp_path: Path, caplog: pyte
         start = time.monotonic()
         sent = tracker.flush(lambda _: [{"step": 1, "time": 0.0, "metrics": {"reward/mean": 1.0}}])
         assert sent == 0 and time.monotonic() - start < 5
-    assert re.search(r"Metrics are kept and sent later. MLflow at http://\S+ failed: no answer within 3 s", caplog.text)
+    assert re.search(
+        r"Metrics are stored and sent later. MLflow at http://\S+ failed: no answer within 3 s", caplog.text
+    )

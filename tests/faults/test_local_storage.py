@@ -18,7 +18,7 @@ from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint import load_engine
 from rl_core.training.mesh import RankMesh
-from tasks.runs.report_page import described, run_page
+from tasks.runs.report_page import run_page, run_summary
 from tasks.runs.run import open_run
 from tasks.session.session import Session, open_session
 
@@ -143,7 +143,7 @@ def test_the_report_says_what_happened(session: Session) -> None:
     page = run_page(session.store, {})
     assert "<h2>Warnings</h2>" in page
     assert "damaged &lt;actor/b&gt;" in page
-    assert "step 2 is damaged <actor/b>" in described(session.store, {})
+    assert "step 2 is damaged <actor/b>" in run_summary(session.store, {})
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

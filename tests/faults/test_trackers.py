@@ -23,11 +23,11 @@ from rl_core.storage.status import Status
 from tasks.runs.run import Run, open_run
 from tasks.session.session import Session, open_session
 from tasks.tracking import outage
-from tasks.tracking.outage import Pace
+from tasks.tracking.outage import Throttle
 from tasks.tracking.stale_runs import STORE_TAG
-from tasks.tracking.tracker import check_tracking, mlflow_client, quiet_mlflow
+from tasks.tracking.tracker import check_tracking, configure_mlflow, mlflow_client
 
-quiet_mlflow()
+configure_mlflow()
 KEYS = ("reward/mean", "time/step", "rollforward/step")
 ANSWERS = ("/logged-models", "/model-versions/create", "/registered-models/create", "/registered-models/alias")
 
@@ -179,8 +179,8 @@ def test_a_server_that_does_not_answer_takes_a_bounded_share_of_the_time(
     proxy: Proxy, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outage, "_PROBE_TIMEOUT_S", 0.5)
-    monkeypatch.setitem(outage._BRIEF, "MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setattr(Pace, "FREE_S", 0.3)
+    monkeypatch.setitem(outage._SHORT_TIMEOUTS, "MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setattr(Throttle, "MIN_BLOCK_S", 0.3)
     name = fault.replace(" ", "-")
     with open_session(begin(tmp_path, name, proxy.uri)) as session:
         session.tracking.send(0)
@@ -210,14 +210,14 @@ def training(session: Session, steps: int) -> tuple[float, float, float]:
 def test_rests_are_in_proportion_to_what_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    pace = Pace()
+    throttle = Throttle()
     for seconds, rest in ((0.9, 0.0), (3.0, 27.0), (30.0, 270.0), (0.1, 0.0)):
-        assert pace.due
-        with pace.timed():
+        assert throttle.ready
+        with throttle.measure():
             now[0] += seconds
-        assert pace.due == (rest == 0.0)
+        assert throttle.ready == (rest == 0.0)
         now[0] += max(rest - 1, 0)
-        assert pace.due == (rest == 0.0)
+        assert throttle.ready == (rest == 0.0)
         now[0] += 1.5
 
 
@@ -321,8 +321,8 @@ def test_a_run_outlives_its_trackers(proxy: Proxy, tmp_path: Path) -> None:
     proxy.down()
     assert first.end() == 1, first.output
     assert "Traceback" not in first.output
-    assert "register was given up after trainer.max_attempts=2 attempts" in first.output
-    assert "this continues from the last committed step:" in first.output
+    assert "register failed 2 times (trainer.max_attempts=2)" in first.output
+    assert "to resume from the last committed step:" in first.output
     assert first.output.rstrip().endswith("--run small")
 
     second = Command(tmp_path, *settings)
@@ -331,7 +331,7 @@ def test_a_run_outlives_its_trackers(proxy: Proxy, tmp_path: Path) -> None:
     second.until("▸ register")
     second.kill_prefect()
     assert second.end() == 0, second.output
-    assert "Prefect's server is gone" in second.output and "Run small" in second.output
+    assert "the Prefect server is gone" in second.output and "Run small" in second.output
     assert not re.search(r"step +\d/6  reward", second.output)
     run = mlflow_run(proxy.uri, "small")
     assert run.info.status == "FINISHED" and run.data.tags["rollforward.data_hash"]

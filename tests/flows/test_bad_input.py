@@ -55,7 +55,7 @@ def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str)
     ("settings", "words"),
     [
         (["data.source=gsm9k"], "gsm8k"),
-        (["algorithm.overlong_buffer=9"], "longer than any response"),
+        (["algorithm.overlong_buffer=9"], "every response would be penalised as overlong"),
         (["reward.function=no_module_here:score"], "no_module_here"),
         (["reward.extra_functions=[absent=0.5]"], "absent"),
         (["tracking.uri=http://127.0.0.1:9"], "MLflow"),

@@ -205,8 +205,8 @@ def test_models_and_promote_show_and_move_aliases(home: Path, demo: Result, smal
     refused = rollforward(home, "promote", "candidate", *which)
     assert refused.code == 2 and "--force" in refused.output
     forced = rollforward(home, "promote", "candidate", "--force", *which)
-    assert "version 2, before that version 1" in forced.output
+    assert "version 2 (previously version 1)" in forced.output
     assert re.search(r"version 2 .*champion", rollforward(home, "models", *which).output)
-    assert "version 1, before that version 2" in rollforward(home, "promote", "previous", *which).output
+    assert "version 1 (previously version 2)" in rollforward(home, "promote", "previous", *which).output
     unknown = rollforward(home, "promote", "7", *which)
     assert unknown.code == 2 and "version 1" in unknown.output

@@ -78,8 +78,8 @@ def test_it_goes_on_when_there_is_room_and_makes_again_what_is_damaged(
     assert done.code == 0, done.output
     for words in (
         f"{newest} is damaged and is skipped: actor/{shard.name}: wrong checksum",
-        f"{run}/data is damaged and is made again: train/part_00000.parquet: wrong size",
-        f"{run}/warm_start is damaged and is made again: model.safetensors: missing",
+        f"{run}/data is damaged and will be rebuilt: train/part_00000.parquet: wrong size",
+        f"{run}/warm_start is damaged and will be rebuilt: model.safetensors: missing",
     ):
         assert words in done.output
         assert words in (run / "report.html").read_text()

@@ -26,7 +26,7 @@ from support_flows import Result, environment, rollforward
 from flows.server.deploy import DEPLOYMENTS
 from flows.server.ports import check_port
 from flows.server.service_file import running_services
-from flows.server.services import call, leftovers
+from flows.server.services import request_json, service_processes
 from rl_core.runtime.process import Process
 from rl_core.storage.run_files import step_name
 
@@ -76,13 +76,13 @@ class Place:
         return done, self.flow_run(number) if number else {}
 
     def flow_run(self, number: str) -> dict[str, Any]:
-        run: dict[str, Any] = call(f"{self.api}/flow_runs/{number}")
+        run: dict[str, Any] = request_json(f"{self.api}/flow_runs/{number}")
         return run
 
     def last_run(self, deployment: str) -> dict[str, Any]:
         """The newest flow run of a deployment that has started; empty when there is none."""
         started = {"flow_runs": {"start_time": {"is_null_": False}}, "deployments": {"name": {"any_": [deployment]}}}
-        runs: list[dict[str, Any]] = call(
+        runs: list[dict[str, Any]] = request_json(
             f"{self.api}/flow_runs/filter", {**started, "sort": "START_TIME_DESC", "limit": 1}
         )
         return runs[0] if runs else {}
@@ -90,7 +90,7 @@ class Place:
     def active_runs(self) -> list[dict[str, Any]]:
         """Flow runs that are due, or that a worker has taken."""
         states = {"state": {"type": {"any_": ["SCHEDULED", "PENDING", "RUNNING"]}}}
-        runs: list[dict[str, Any]] = call(f"{self.api}/flow_runs/filter", {"flow_runs": states})
+        runs: list[dict[str, Any]] = request_json(f"{self.api}/flow_runs/filter", {"flow_runs": states})
         return runs
 
     def wait(self, number: str, state: str, seconds: float = 300) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def first(place: Place) -> dict[str, Any]:
     """A flow run of post-train that is under way."""
     assert rollforward(place.home, "deploy", folder=place.home).code == 0
     again = rollforward(place.home, "deploy", folder=place.home)
-    assert again.code == 0 and again.output.count("is there") == 4, again.output
+    assert again.code == 0 and again.output.count("unchanged") == 4, again.output
     done, run = place.deployment_run("post-train/post-train", {"run_name": "first", "overrides": TINY}, watch=False)
     assert run, done.output
     return place.wait(run["id"], "RUNNING")
@@ -160,7 +160,7 @@ def first(place: Place) -> dict[str, Any]:
 def test_up_again_starts_nothing(place: Place) -> None:
     services = running_services(place.home)
     again = rollforward(place.home, "up")
-    assert "all ran already" in again.output and running_services(place.home) == services
+    assert "(already running)" in again.output and running_services(place.home) == services
 
 
 def test_a_service_that_died_comes_back_where_the_others_look_for_it(place: Place) -> None:
@@ -175,7 +175,7 @@ def test_a_service_that_died_comes_back_where_the_others_look_for_it(place: Plac
 def test_an_overlapping_training_is_refused_by_name(place: Place, first: dict[str, Any]) -> None:
     done, run = place.deployment_run("retrain/retrain-nightly", {"overrides": TINY})
     assert done.code != 0 and run["state_type"] == "CANCELLED", done.output
-    assert f"flow run demo ({first['id']}) trains" in run["state"]["message"]
+    assert f"flow run demo ({first['id']}) is training" in run["state"]["message"]
 
 
 def test_a_killed_flow_process_is_started_again_and_completes(place: Place, first: dict[str, Any]) -> None:
@@ -236,7 +236,7 @@ def test_a_schedule_finds_nothing_to_do(place: Place, first: dict[str, Any]) -> 
     until(lambda: place.last_run("retrain-nightly")["id"] != before, 120, place.log)
     run = place.wait(place.last_run("retrain-nightly")["id"], "COMPLETED")
     assert run["auto_scheduled"] and "nothing to do" in run["state"]["message"]
-    for schedule in call(f"{place.api}/deployments/name/retrain/retrain-nightly")["schedules"]:
+    for schedule in request_json(f"{place.api}/deployments/name/retrain/retrain-nightly")["schedules"]:
         paused = place.prefect("deployment", "schedule", "pause", "retrain/retrain-nightly", schedule["id"])
         assert paused.code == 0 or not schedule["active"], paused.output
     until(lambda: not place.active_runs(), 120, place.log)  # the next training would be refused while one is active
@@ -270,13 +270,13 @@ def test_down_leaves_nothing(place: Place, first: dict[str, Any]) -> None:
     process = place.process_of(run["id"])
     ended = rollforward(place.home, "down")
     assert ended.code == 0 and "flow run demo, cancelled" in ended.output, ended.output
-    log = (place.home / "logs/worker.log").read_text().rpartition("up to step 500")[2]
-    assert "asked to stop: the step that is under way ends first" in log
+    log = (place.home / "logs/worker.log").read_text().rpartition("train  to step 500")[2]
+    assert "stopping after the current step" in log
     last = re.findall(r"step +(\d+)/500", log)[-1]
     assert place.committed("ended")[-1] == step_name(int(last)), log
     states = states_of(place.home, run["id"])
     assert states[-1][0] == "CANCELLED" and "CRASHED" not in dict(states), states
-    assert not process.is_running() and leftovers(place.home) == [] and running_services(place.home) == {}
+    assert not process.is_running() and service_processes(place.home) == [] and running_services(place.home) == {}
     for address in (place.api.removesuffix("/api"), place.mlflow):
         check_port(int(address.rpartition(":")[2]))
 

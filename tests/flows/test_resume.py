@@ -75,8 +75,8 @@ def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None
     os.kill(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
-    assert "asked to stop: the step that is under way ends first (about " in output
-    told = re.search(r"stopped at step (\d) of 6\n.*\n +this continues from the last committed step:\n +(.*)", output)
+    assert "stopping after the current step (about " in output
+    told = re.search(r"stopped at step (\d) of 6\n.*\n +to resume from the last committed step:\n +(.*)", output)
     assert told and told[1] == re.findall(r"step (\d)/6", output)[-1] and int(told[1]) > 1, output
     store = Store(str(tmp_path / "runs/small"))
     assert store.committed_steps("checkpoints") == [int(told[1])], "between two checkpoints, too"
@@ -87,7 +87,7 @@ def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None
     process = start(tmp_path, f"step {int(told[1]) + 1}/6", [*command[1:], "trainer.grace_s=0"])
     os.kill(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143 and "the step that is under way ends" not in output, output
+    assert process.returncode == 143 and "after the current step" not in output, output
     assert f"stopped at step {told[1]} of 6" in output or f"stopped at step {int(told[1]) + 1} of 6" in output
 
 
@@ -117,12 +117,12 @@ def test_a_second_ctrl_c_abandons_the_step_and_commits_the_one_before(slow: tupl
     begun = time.monotonic()
     # As a terminal does it: every process of the group gets it, Prefect's server too.
     os.killpg(process.pid, signal.SIGINT)
-    output = read_until(process, "asked to stop")
+    output = read_until(process, "stopping after")
     assert time.monotonic() - begun < 10, "a signal is answered while a call is waited for"
     os.killpg(process.pid, signal.SIGINT)
     output += process.communicate(timeout=60)[0]
     assert process.returncode == 130 and time.monotonic() - begun < 30, output
-    assert "the step that is under way ends first" in output
+    assert "stopping after the current step" in output
     told = re.search(r"stopped at step (\d) of 6", output)
     assert told and told[1] == (re.findall(r"step (\d)/6", output) or ["1"])[-1], output
     ended(home, family)

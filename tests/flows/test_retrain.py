@@ -16,7 +16,7 @@ import pytest
 from flows import attempts
 from flows.attempts import begin_attempt
 from flows.home import prepare_environment
-from flows.retrain import limits, plan_retraining
+from flows.retrain import limit_overrides, plan_retraining
 from flows.server.service_file import Service, running_services, write_services
 from rl_core.config.compose import compose, extend
 from rl_core.data.identity import data_identity
@@ -54,15 +54,15 @@ def test_made_rows_are_new_data_when_their_settings_or_the_seed_are() -> None:
 def test_a_date_goes_into_the_paths_that_ask_for_it(tmp_path: Path) -> None:
     settings = ["data.source=files", "data.path=rows/{as_of}/*.jsonl", "data.val_path=held_out.jsonl"]
     composed = compose("demo", settings)
-    config = extend(composed, limits(composed.config, date(2026, 2, 3), None)).config
+    config = extend(composed, limit_overrides(composed.config, date(2026, 2, 3), None)).config
     assert (config.data.path, config.data.val_path) == ("rows/2026-02-03/*.jsonl", "held_out.jsonl")
     with pytest.raises(InputError, match="as_of"):
-        limits(compose("demo").config, date(2026, 2, 3), None)
+        limit_overrides(compose("demo").config, date(2026, 2, 3), None)
 
 
 def test_a_limit_lowers_the_steps_only() -> None:
-    assert limits(compose("demo").config, None, 7) == ["trainer.steps=7"]
-    assert limits(compose("demo", ["trainer.steps=5"]).config, None, 7) == ["trainer.steps=5"]
+    assert limit_overrides(compose("demo").config, None, 7) == ["trainer.steps=7"]
+    assert limit_overrides(compose("demo", ["trainer.steps=5"]).config, None, 7) == ["trainer.steps=5"]
 
 
 def test_there_is_a_reason_to_train_once_unless_something_triggers_it(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_there_is_a_reason_to_train_once_unless_something_triggers_it(tmp_path: 
         return plan_retraining(compose("demo", settings).config, tmp_path, "champion", trigger)
 
     first = plan(None)
-    assert first["reason"] == "the first retraining of this model"
+    assert first["reason"] == "first retraining of this model"
     record = tmp_path / "runs/retrain/rollforward-demo.json"
     record.parent.mkdir(parents=True)
     record.write_text(json.dumps({"data": first["data"], "run": "first"}))
@@ -106,7 +106,7 @@ def test_a_new_attempt_ends_the_earlier_one(second_attempt: Path, sleeper: subpr
 
 
 def test_what_an_attempt_decided_stands_on_other_machines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "WAITS_S", (0.0,))
+    monkeypatch.setattr(attempts, "RETRY_DELAYS_S", (0.0,))
     config = compose("demo", [f"storage.root={tmp_path}/shared"]).config
     answers: Iterator[TransientError | dict[str, Any]] = iter([TransientError("MLflow is away"), {"stop_at": 1.5}])
 
@@ -117,11 +117,11 @@ def test_what_an_attempt_decided_stands_on_other_machines_too(tmp_path: Path, mo
 
     for machine in (1, 2):
         attempt = attempts.Attempt(tmp_path / f"home {machine}", "a-flow-run", machine)
-        assert attempt.once(config, decide) == {"stop_at": 1.5}
+        assert attempt.decide_once(config, decide) == {"stop_at": 1.5}
 
 
 def test_attempts_have_an_end(second_attempt: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    with pytest.raises(TrainingError, match="attempt 2 of at most 1"):
+    with pytest.raises(TrainingError, match=r"attempt 2 \(max_attempts=1\)"):
         begin_attempt(max_attempts=1)
     assert sleeper.poll() is None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.server.services import end
+from flows.server.services import stop_processes
 from rl_core.runtime.guardian import TOKEN, remove_semaphores
 from rl_core.runtime.process import Process
 
@@ -71,7 +71,7 @@ def test_orphans_end_when_their_run_has_ended_or_is_killed(seconds: float) -> No
 
 def test_ending_a_run_with_its_children_leaves_the_guardian_its_work() -> None:
     process, folder, family = begun(60)
-    end([Process.of(process.pid)])
+    stop_processes([Process.of(process.pid)])
     process.wait()
     _, alive = psutil.wait_procs(family, timeout=15)
     assert alive == [] and not folder.exists()

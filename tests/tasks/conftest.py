@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from support_servers import Server
 
-from tasks.tracking.tracker import mlflow_client, quiet_mlflow
+from tasks.tracking.tracker import configure_mlflow, mlflow_client
 
-quiet_mlflow()
+configure_mlflow()
 
 
 @pytest.fixture(scope="session")

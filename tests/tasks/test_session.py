@@ -69,7 +69,7 @@ def test_a_hang_is_told_though_its_stacks_cannot_be_kept(tmp_path: Path, capsys:
         status = read_status(Store(session.run.url))
         assert status and status.state == "failed"
     said = capsys.readouterr().out
-    assert "no progress for 60 s" in said and "stacks: not kept: " in said
+    assert "no progress for 60 s" in said and "stacks: not written: " in said
 
 
 @pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt(), "stopped"), (KeyError("x"), "failed")])

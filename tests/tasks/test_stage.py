@@ -39,7 +39,7 @@ def failed(home: Path, error: Exception, *settings: str, step: int = 0) -> list[
 
 def test_the_end_of_a_run_says_what_to_type(tmp_path: Path) -> None:
     assert failed(tmp_path / "a", TransientError("lost")) == []
-    again = "rollforward replay broken 1   computes the step that failed again"
+    again = "to replay the failed step: rollforward replay broken 1"
     assert failed(tmp_path / "b", WorkerError("broke"), step=1) == [again]
     root = f"{tmp_path}/elsewhere"
     assert failed(tmp_path / "c", WorkerError("broke"), f"storage.root={root}", step=1) == [
@@ -54,6 +54,6 @@ def test_attempts_are_counted_and_compared(tmp_path: Path) -> None:
         session.telemetry.status.phase(12, "update")
         same = _ending(session, WorkerLost("rank 1"))
     assert _given_up("train", [same] * 3) == (
-        "train was given up after trainer.max_attempts=3 attempts: each with WorkerLost at step 12, update"
+        "train failed 3 times (trainer.max_attempts=3): all with WorkerLost at step 12, update"
     )
     assert _given_up("train", [same, "TransientError"]).endswith(": WorkerLost at step 12, update; TransientError")

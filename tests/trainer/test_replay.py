@@ -120,7 +120,7 @@ def test_another_setting_differs_and_writes_nothing(home: Path, command: Command
     cells = {line[:32].strip(): line[32:].split() for line in output.splitlines()[2:]}
     ours, theirs = cells["advantages, standard deviation"]
     assert float(theirs) < float(ours)  # rloo does not divide by the group's standard deviation, which is below 1
-    assert 0 < float(cells["correlation of the advantages"][0]) < 1
+    assert 0 < float(cells["correlation of advantages"][0]) < 1
     ours, theirs = cells["loss of the first mini-batch"]
     assert ours != theirs
 
@@ -256,7 +256,7 @@ def test_a_run_is_also_found_by_its_folder(home: Path, command: Command, monkeyp
     monkeypatch.setenv("ROLLFORWARD_HOME", str(home / "elsewhere"))
     assert command(str(home / "runs" / "grpo"), "1")[0] == 0
     code, output = command("grpo", "1")
-    assert code == 2 and "none there" in output and not (home / "elsewhere").exists()
+    assert code == 2 and "none found" in output and not (home / "elsewhere").exists()
 
 
 def test_what_the_step_recorded_is_enough_for_its_own_config(trained: Trained) -> None:

@@ -41,8 +41,8 @@ def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 def test_a_recipe_with_good_rows_may_start(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     code, said = check(capsys, "demo", "data.train_rows=70", "data.val_rows=9")
-    assert code == 0 and "a run with these rows starts" in said and "sort_digits (79 rows)" in said
-    assert "70 seen, 70 stay" in said and "the offline model" in said
+    assert code == 0 and "a run would accept these rows" in said and "sort_digits (79 rows)" in said
+    assert "70 read, 70 kept" in said and "the offline model" in said
     assert list(folder.iterdir()) == []  # it writes nothing that nobody asked for
 
 
@@ -63,13 +63,13 @@ def test_ten_kinds_of_broken_rows_are_all_named_at_once(capsys: pytest.CaptureFi
     train, val = write("train.jsonl", [each for _, each in broken]), write("val.jsonl", [row("99")])
     settings = ("agent.tools=[calculator]", "data.max_prompt_length=20")
     code, said = check(capsys, train, "--val", val, *settings)
-    assert code == 2 and "a run with these rows would stop" in said
+    assert code == 2 and "a run would reject these rows" in said
     assert [text for text, _ in broken if text not in said] == []
 
 
 def test_a_path_alone_is_looked_at_as_training_rows(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = check(capsys, write("rows.jsonl", [row("1"), row("2")]))
-    assert code == 0 and "2 seen, 2 stay" in said and "held-out" not in said
+    assert code == 0 and "2 read, 2 kept" in said and "held-out" not in said
 
 
 def test_a_folder_and_a_pattern_are_paths(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_and_a_pattern_are_paths(capsys: pytest.CaptureFixture[str], fo
     for i in range(3):
         write(f"many/{i}.jsonl", [row(str(i))])
     for target in ("many", "many/*.jsonl"):
-        assert "3 seen, 3 stay" in check(capsys, target)[1]
+        assert "3 read, 3 kept" in check(capsys, target)[1]
 
 
 def test_a_missing_scorer_stops_a_recipe_and_only_warns_of_a_path(capsys: pytest.CaptureFixture[str]) -> None:

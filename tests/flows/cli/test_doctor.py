@@ -63,15 +63,15 @@ def test_what_is_missing_is_a_problem_with_a_fix(home: Path, command: Command, m
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(doctor, "PORTS", {"MLflow's pages": port})
+        monkeypatch.setattr(doctor, "PORTS", {"the MLflow UI": port})
         code, said, text = command()
         write_services(home, {"mlflow": Service(Process.of(os.getpid()), f"http://127.0.0.1:{port}", "")})
         (own,) = doctor._ports(home)
     assert code == 2
-    assert (own.level, own.seen) == ("ok", "taken by what `rollforward up` has started")
-    assert said["ray"].startswith("problem 0.1, needed is >=") and 'pip install "ray' in text
+    assert (own.level, own.seen) == ("ok", "in use by a service of `rollforward up`")
+    assert said["ray"].startswith("problem 0.1, required >=") and 'pip install "ray' in text
     assert said["prefect server"].startswith("problem") and "prefect server start" in text
-    assert said[f"port {port}"].startswith("warning taken") and f"--port {port + 1}" in text
+    assert said[f"port {port}"].startswith("warning in use") and f"--port {port + 1}" in text
 
 
 def test_a_recipe_is_checked_with_its_storage_and_servers(command: Command, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_recipe_is_checked_with_its_storage_and_servers(command: Command, tmp_
     for what in ("recipe", "storage", "mlflow server"):
         assert said[what].startswith("problem"), text
     code, said, text = command("demo", f"storage.root={tmp_path}/runs")
-    assert said["storage"].startswith("ok") and said["recipe"] == "ok demo could start", text
+    assert said["storage"].startswith("ok") and said["recipe"] == "ok demo can start", text
     assert list((tmp_path / "runs").iterdir()) == []
     assert main(["doctor", "dmeo"]) == 2
 
@@ -111,9 +111,9 @@ def test_leftovers_of_dead_runs_are_found_and_left_alone(home: Path, command: Co
         code, said, text = command()
         assert code == 0, text
         assert said["run"] == "warning dead died in stage train at step 2" and "--run dead" in text
-        assert said["half made"].endswith("runs/dead/checkpoints/step_000003")
-        assert said["shared memory"].startswith("warning 1 segments") and f"rm -r {segment}" in text
-        assert said["ray processes"].startswith("warning 1 process") and f"kill {raylet.pid}" in text
+        assert said["uncommitted"].endswith("runs/dead/checkpoints/step_000003")
+        assert said["shared memory"].startswith("warning 1 unused segment") and f"rm -r {segment}" in text
+        assert said["ray processes"].startswith("warning 1 Ray process") and f"kill {raylet.pid}" in text
         assert segment.exists() and raylet.poll() is None and "leftovers" not in said
     finally:
         raylet.kill()

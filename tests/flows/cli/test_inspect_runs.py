@@ -70,7 +70,7 @@ def test_status_shows_the_newest_run_and_who_waits(home: Path, command: Command)
     writer._write()
     code, text = command("status")
     assert code == 0 and "Run busy" in text
-    for words in (f"process {writer.status.pid}", "2/4", "1m30s a step", "3m00s", "train, for", "step 3, push",
+    for words in (f"process {writer.status.pid}", "2/4", "1m30s per step", "3m00s", "train, for", "step 3, push",
                   "the rollout engines wait for the new weights"):  # fmt: skip
         assert words in text, words
     assert json.loads(command("status", "busy", "--json")[1])["seconds_left"] == 180.0
@@ -93,7 +93,7 @@ def test_a_missing_run_is_an_error_that_lists_those_there_are(home: Path, comman
     assert command("status")[0] == 2
     make_run(home, "there")
     code, text = command("report", "their")
-    assert code == 2 and "name one of: there" in text
+    assert code == 2 and "use one of: there" in text
 
 
 def test_report_of_an_unfinished_run_is_made_of_what_is_committed(home: Path, command: Command) -> None:
@@ -101,7 +101,7 @@ def test_report_of_an_unfinished_run_is_made_of_what_is_committed(home: Path, co
     writer = working(store)
     code, text = command("report", "busy")
     page = (home / "reports/busy.html").read_text()
-    assert code == 0 and "as far as the run has come" in text
+    assert code == 0 and "(run not finished)" in text
     for words in ("2 of 4", "Score and reward", "actor.optim.lr", "0.25", "<td>override</td>"):
         assert words in page, words
     store.write_bytes("report.html", b"made by the run")

@@ -56,8 +56,8 @@ def logged(flow_run: str) -> list[str]:
 def test_lines_progress_tables_and_texts_are_on_the_page(server: None, capsys: pytest.CaptureFixture[str]) -> None:
     def act() -> None:
         pages = PrefectPages("My_run.2")
-        pages.line("▸ train")
-        pages.line("")
+        pages.log_line("▸ train")
+        pages.log_line("")
         for step in range(1, 5):
             pages.progress(step, 4, f"step {step}")
         pages.table("scores", [{"score": "greedy", "after": 0.5}], "Scores")
@@ -102,13 +102,13 @@ def test_a_failing_server_is_left_alone(
     with caplog.at_level(logging.WARNING):
         pages.markdown("one", "", "")
         pages.markdown("two", "", "")
-    assert calls == ["run-one"] and "left alone" in caplog.text and "secret" not in caplog.text
+    assert calls == ["run-one"] and "artifacts are paused" in caplog.text and "secret" not in caplog.text
 
 
 def test_without_a_server_of_its_own_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefect_pages, "create_markdown_artifact", lambda *_, **__: pytest.fail("sent"))
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         pages = PrefectPages("run")
-        assert not pages.shown
+        assert not pages.enabled
         pages.markdown("summary", "", "")
-        pages.line("▸ train")
+        pages.log_line("▸ train")

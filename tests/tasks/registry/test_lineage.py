@@ -33,7 +33,7 @@ def test_a_version_leads_to_its_run_rows_evaluation_decision_and_ancestors(regis
     assert [move["why"] for move in facts["moves"]] == ["promoted"] and facts["tags"]["gate"] == "passed"
     earlier = lineage(registry, "1")
     assert earlier["children"] == ["models:/sorter/2"] and len(earlier["moves"]) == 2
-    assert earlier["missing"] == ["the version does not say where its run is kept"] and earlier["run"] is None
+    assert earlier["missing"] == ["the version has no tag with the location of its run"] and earlier["run"] is None
 
 
 def test_what_has_gone_is_named(registry: Registry, tmp_path: Path) -> None:
@@ -44,13 +44,13 @@ def test_what_has_gone_is_named(registry: Registry, tmp_path: Path) -> None:
     ]
     run_in_store(str(tmp_path / "run"), 12)
     (tmp_path / "run" / "evaluation" / "decision.json").unlink()
-    assert lineage(registry, "2")["missing"] == [f"{tmp_path}/run/evaluation/decision.json is not there"]
+    assert lineage(registry, "2")["missing"] == [f"{tmp_path}/run/evaluation/decision.json does not exist"]
     shutil.rmtree(tmp_path / "run")
     registry._client.delete_model_version("sorter", "1")
     facts = lineage(registry, "2")
     assert facts["missing"] == [
-        f"{tmp_path}/run/run.json is not there",
-        "models:/sorter/1, which it was trained from, is not registered any more",
+        f"{tmp_path}/run/run.json does not exist",
+        "models:/sorter/1, the parent, is no longer registered",
     ]
     assert facts["data"] is None and facts["parents"][0]["name"] == "models:/sorter/1"
 

@@ -128,12 +128,12 @@ def test_of_two_promotions_at_once_one_wins_and_the_other_is_told(
 def test_what_waits_is_promoted_by_approval_only(sqlite_uri: str, tmp_path: Path) -> None:
     registry = registry_with(sqlite_uri, tmp_path, {"gate": "waiting"}, {"gate": "passed"})
     with pytest.raises(InputError, match="promote 1 --approve"):
-        registry.promote_by_hand("1")
-    with pytest.raises(InputError, match="(?s)waits for approval.*`gate` is passed"):
-        registry.promote_by_hand("2", approve=True)
+        registry.promote_manually("1")
+    with pytest.raises(InputError, match="(?s)awaiting approval.*`gate` is passed"):
+        registry.promote_manually("2", approve=True)
     assert registry.aliases() == {}
-    assert registry.promote_by_hand("1", approve=True) == (None, "1")
-    assert registry.promote_by_hand("1", approve=True) == ("1", "1")
+    assert registry.promote_manually("1", approve=True) == (None, "1")
+    assert registry.promote_manually("1", approve=True) == ("1", "1")
     tags = registry.get("1").tags
     assert tags["gate"] == "approved" and "@" in tags["approved"] and registry.moves()[0].why == "approved"
 
@@ -141,12 +141,12 @@ def test_what_waits_is_promoted_by_approval_only(sqlite_uri: str, tmp_path: Path
 def test_what_the_gate_refused_is_promoted_by_force_only(sqlite_uri: str, tmp_path: Path) -> None:
     registry = registry_with(sqlite_uri, tmp_path, {"gate": "refused"}, {"gate": "passed"})
     with pytest.raises(InputError, match="--force promotes it"):
-        registry.promote_by_hand("1")
-    assert registry.promote_by_hand("1", force=True) == (None, "1")
+        registry.promote_manually("1")
+    assert registry.promote_manually("1", force=True) == (None, "1")
     tags = registry.get("1").tags
     assert tags["gate"] == "refused" and "@" in tags["forced"]
     assert registry.moves()[0].why == "forced against the gate"
-    registry.promote_by_hand("2", force=True)
+    registry.promote_manually("2", force=True)
     assert "forced" not in registry.get("2").tags and registry.moves()[1].why == "promoted by hand"
 
 

@@ -19,10 +19,10 @@ def test_other_numbers_of_ranks_are_no_other_run(tmp_path: Path, capsys: pytest.
     with open_session(opened(tmp_path, "trainer.ranks_per_node=2")) as session:
         session.store.commit_folder("data", {}, [])
         session.run.lock.close()
-    assert "when the run began" not in capsys.readouterr().out
+    assert "since the run started" not in capsys.readouterr().out
     with open_session(opened(tmp_path, "trainer.max_attempts=1")) as session:
         session.run.lock.close()
-    told = "trainer.ranks_per_node was 2 when the run began, now 1: results are equal within rounding"
+    told = "trainer.ranks_per_node changed from 2 to 1 since the run started: results equal within rounding"
     assert told in capsys.readouterr().out
 
 

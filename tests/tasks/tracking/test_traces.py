@@ -120,7 +120,7 @@ def test_an_outage_keeps_traces_for_later(
     server.kill()
     with caplog.at_level(logging.WARNING, "tasks.tracking.outage"):
         assert [sender.flush(2), sender.flush(3)] == [0, 0]
-    assert len(caplog.records) == 1 and "Traces are kept and sent later" in caplog.text
+    assert len(caplog.records) == 1 and "Traces are stored and sent later" in caplog.text
     server.start()
     assert sender.flush(3) == 4
     sender.tracker.set_tags({TRACED_TAG: "0"})

@@ -19,9 +19,9 @@ from tasks.tracking.tracker import (
     Tracker,
     _batches,
     check_tracking,
+    configure_mlflow,
     default_tracking_uri,
     mlflow_client,
-    quiet_mlflow,
 )
 
 
@@ -45,7 +45,7 @@ def open_tracker(uri: str, root: Path | None) -> Tracker:
 def test_environment_is_set_but_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
-    quiet_mlflow()
+    configure_mlflow()
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "7"
 
@@ -151,7 +151,7 @@ def test_check_refuses_a_sqlite_path_that_cannot_be_written(tmp_path: Path, kind
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("no database, only words " * 50)
     path = tmp_path / ("text/mlflow.db" if kind == "below a file" else kind)
-    with pytest.raises(InputError, match="SQLite file that can be written"):
+    with pytest.raises(InputError, match="a writable SQLite file"):
         check_tracking(f"sqlite:///{path}")
 
 
