@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_core.algorithms.advantages import grpo
 from rl_core.algorithms.masked import aggregate_loss
 from rl_core.algorithms.policy_losses import LossSettings, Tokens, vanilla
-from rl_core.config.schema import AgentConfig, EngineConfig, OptimConfig, RolloutConfig, SourceConfig, TinyModelConfig
+from rl_core.config.schema import AgentConfig, FSDPConfig, OptimConfig, RolloutConfig, SourceConfig, TinyModelConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import DataProto
@@ -46,7 +46,7 @@ from rl_core.rollout.engine.vllm_engine import VLLMEngine
 from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.trainer.batch import response_seeds
 from rl_core.training.engine import LossFunction, TrainEngine
-from rl_core.training.mesh import make_place
+from rl_core.training.mesh import make_rank_mesh
 
 DIGITS = 3  # a response is exactly this many tokens, so the model need not learn when to stop
 PROMPTS, GROUP = 128, 8  # prompts of a step, responses to each
@@ -64,8 +64,8 @@ def build(folder: Path, updates: int, seed: int) -> tuple[PreTrainedTokenizerBas
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # Warm-up, as Adam's first steps have full size whatever the gradient; decay to 0, so that the last ones settle.
     optim = OptimConfig(lr=LEARNING_RATE, warmup_steps=5, lr_schedule="linear")
-    policy, place = PolicyModel(empty_causal_lm(folder)), make_place(CPU, 1, 1, 1)
-    actor = TrainEngine(policy, folder, place, EngineConfig(), "float32", optim, updates, max_tokens=8192)
+    policy, rank_mesh = PolicyModel(empty_causal_lm(folder)), make_rank_mesh(CPU, 1, 1, 1)
+    actor = TrainEngine(policy, folder, rank_mesh, FSDPConfig(), "float32", optim, updates, max_tokens=8192)
     # All responses of a step are decoded together.
     serving = RolloutConfig(max_num_seqs=PROMPTS * GROUP, kv_cache_gb=0.0625)
     return load_tokenizer(folder), actor, VLLMEngine(folder, serving, "float32", MAX_LENGTH, CPU)

@@ -115,6 +115,23 @@ def s3_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with all its tables: making them takes seconds, copying the file does not."""
+    from tasks.tracking.tracker import configure_mlflow, mlflow_client
+
+    configure_mlflow()
+    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    mlflow_client(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def sqlite_uri(migrated_database: Path, tmp_path: Path) -> str:
+    shutil.copy(migrated_database, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
+@pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> "Trained":
     """Small real runs that together switch everything on."""
     from support_training import train_small_runs

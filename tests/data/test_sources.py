@@ -138,7 +138,7 @@ def test_a_word_problem_of_another_form_is_named(tmp_path: Path, bad: Any, says:
 
 
 def test_missing_word_problems_say_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="set data.path"):
+    with pytest.raises(InputError, match="set data.path to the folder"):
         gsm8k.rows(DataConfig(path=str(tmp_path / "absent")), seed=0)
     write_lines(tmp_path / "train.jsonl", problems("train", 1))
     with pytest.raises(InputError, match="test.jsonl, test.parquet"):
