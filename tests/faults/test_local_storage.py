@@ -160,7 +160,7 @@ def test_a_damaged_folder_is_told_and_made_again(session: Session, folder: str, 
 
 
 def test_a_copy_of_a_remote_folder_is_made_right(session: Session) -> None:
-    session.store = Store("memory://copies/hurt")
+    session.store = session.assets.store = Store("memory://copies/hurt")
     session.store.commit_folder("warm_start", {}, [session.store.add_bytes(b"weights", "warm_start", "model")])
     folder = session.assets.download("warm_start")
     (folder / "model").write_bytes(b"weird")  # a download that was killed, or an earlier folder of that name
