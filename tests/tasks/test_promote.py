@@ -128,7 +128,7 @@ def test_a_champion_that_cannot_be_scored_stays(
         def refused(folder: Path) -> None:
             raise InputError("a longer context", "8", str(folder), "take another")
 
-        monkeypatch.setattr(session, "load_model", refused)
+        monkeypatch.setattr(session.workers, "load_model", refused)
         version = add_version(session, GOOD)
         assert not promoted(session, version) and aliases(tmp_path) == {"champion": "1"}
         result = champion_result(session, version)
