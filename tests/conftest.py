@@ -35,10 +35,37 @@ ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|changed_data
 TOGETHER = re.compile(r"^tests/rollout/")
 FIRST = re.compile(r"tests/(flows|faults|learning)/")
 
+# `make quick`: needs no Ray, vLLM, Prefect, MLflow or S3 server.
+QUICK = re.compile(
+    r"^tests/((algorithms|config|data|models|reports|storage|rewards|training|runtime)/.*"
+    r"|evaluation/test_(gate|statistics|evaluate)"
+    r"|trainer/test_(checkpoints|step_parts|sampler|metrics|metric_names|warm_start)"
+    r"|rollout/(agent/test_(parsers|chat|agent_loop|responders|tool_runner|mcp)|test_(tools|tools_page|environment|scoring)|weights/test_transfer)"
+    r"|cluster/test_(dispatch|stall|training_workers)"
+    r"|tasks/(runs/.*|test_prepare_data|test_promote|test_stage|registry/test_.*)"
+    r"|test_\w+)\.py"
+)
+SERVED = {"s3_endpoint", "trained", "vllm_engine"}  # fixtures that start servers or workers
+HEAVY = {"ray", "vllm", "prefect", "mlflow", "moto"}
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether the test is one of `make quick`."""
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    return bool(QUICK.match(item.nodeid)) and not SERVED & {*getattr(item, "fixturenames", ())} and given.get("store") != "s3"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m quick` does not even import the other files."""
+    other = collection_path.suffix == ".py" and not QUICK.match(str(collection_path.relative_to(config.rootpath)))
+    return True if other and config.option.markexpr == "quick" else None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that all processes end together."""
     items.sort(key=lambda item: not FIRST.search(item.nodeid))
+    for item in filter(is_quick, items):
+        item.add_marker("quick")
 
 
 @pytest.hookimpl(optionalhook=True)
