@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 from flows.home import prepare_environment
@@ -29,7 +30,9 @@ HERE = str(Path(__file__).parent)
 sys.path.append(HERE)  # for support.py
 # In processes that the tests start as well: Ray's workers import scorers.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), HERE]))
-
+# How long an example takes is a property of the machine and of what else it does.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|changed_data)\.py)")
 TOGETHER = re.compile(r"^tests/rollout/")
