@@ -3,13 +3,17 @@ PYTHON ?= python3.11
 EXTRA ?= cpu
 BIN := .venv/bin
 
-.PHONY: demo test check mutation faults soak clean
+.PHONY: demo quick check test mutation faults soak clean
 
 demo: .venv/installed
 	$(BIN)/rollforward run demo
 
+# The tests that need no Ray, no vLLM and no servers; tests/conftest.py says which.
+quick: .venv/installed
+	$(BIN)/python -m pytest -n 2 -m quick
+
 test: check
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 3 --durations=25
 	$(BIN)/python tests/mutation/run.py
 
 # Plants ten bugs into a copy of the library, one at a time; the tests must catch each.
@@ -27,6 +31,7 @@ soak: .venv/installed
 
 check: .venv/installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

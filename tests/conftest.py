@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 from flows.home import prepare_environment
@@ -29,16 +30,58 @@ HERE = str(Path(__file__).parent)
 sys.path.append(HERE)  # for support.py
 # In processes that the tests start as well: Ray's workers import scorers.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), HERE]))
-
+# How long an example takes is a property of the machine and of what else it does.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|changed_data)\.py)")
 TOGETHER = re.compile(r"^tests/rollout/")
 FIRST = re.compile(r"tests/(flows|faults|learning)/")
+# The tests of `make quick`, which need no Ray, no vLLM and no servers.
+QUICK = re.compile(
+    r"^tests/((algorithms|config|data(?!/test_memory)|models|reports|storage)/\w+|test_\w+"
+    r"|evaluation/test_(evaluate|gate|statistics)|rewards/test_(reward_model|scorers)"
+    r"|trainer/test_(checkpoints|metric_names|metrics|sampler|step_parts|warm_start)"
+    r"|training/test_(checkpoint|engine|lora|losses|optimizer|packing|shards)"
+    r"|rollout/(test_tools|agent/test_(agent_loop|chat|parsers)|weights/test_transfer)"
+    r"|cluster/test_(dispatch|stall|training_workers)|tasks/runs/test_signals)\.py"
+)
+SERVED = {"s3_endpoint", "trained"}  # fixtures behind which there are servers or workers
+HEAVY = {"mlflow", "moto", "prefect", "vllm"}
 
 
+def is_quick(item: pytest.Item) -> bool:
+    """Whether the test is one of `make quick`; a store may be on S3 by a parameter."""
+    served = not SERVED.isdisjoint(getattr(item, "fixturenames", ()))
+    store = getattr(item, "callspec", None) and item.callspec.params.get("store")  # type: ignore[attr-defined]
+    return bool(QUICK.match(item.nodeid)) and not served and store != "s3"
+
+
+def only_quick(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "quick")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m quick` other files are not even imported."""
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return True if only_quick(config) and path.endswith(".py") and not QUICK.match(path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that all processes end together."""
     items.sort(key=lambda item: not FIRST.search(item.nodeid))
+    for item in filter(is_quick, items):
+        item.add_marker("quick")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stays_quick(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fails the last test of `make quick` when one has loaded an engine or a server, or started Ray."""
+    yield
+    if only_quick(pytestconfig):
+        assert sorted(HEAVY & sys.modules.keys()) == []
+        assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 
 @pytest.hookimpl(optionalhook=True)

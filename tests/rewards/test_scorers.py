@@ -116,9 +116,9 @@ def test_no_text_breaks_a_scorer(name: str, response: str) -> None:
 @pytest.mark.parametrize("name", sorted(SCORERS))
 @pytest.mark.parametrize("piece", ["9", "1,", "#", "-", "$-", "1,111", ".1", "#### 1,"])
 def test_long_text_is_scored_quickly(name: str, piece: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     SCORERS[name](piece * (1_000_000 // len(piece)), row("1"))
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_names_of_scorers_sources_and_functions_resolve() -> None:

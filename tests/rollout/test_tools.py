@@ -192,12 +192,12 @@ def test_the_calculator_binds_as_python_does(numbers: list[str], data: st.DataOb
 @given(st.one_of(st.text(), st.text("0123456789.+-*/() \n\u00a0", max_size=MAX_LENGTH + 10)))
 @settings(max_examples=500, deadline=None)
 def test_any_text_has_a_value_or_a_message(text: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         assert Fraction(calculator(text)) is not None
     except ToolError as error:
         assert str(error)  # noqa: PT017
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.parametrize(
@@ -220,6 +220,6 @@ def test_what_is_no_expression_is_refused(text: str) -> None:
     "text", ["9*" * 499 + "9", "1/" + "7/" * 498 + "7", "+".join(f"1/{n}" for n in range(101, 260))[:999]]
 )
 def test_the_largest_expressions_are_quick(text: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert len(calculator(text.rstrip("+/"))) < 3 * MAX_LENGTH
-    assert time.perf_counter() - begin < 0.1
+    assert time.process_time() - begin < 0.1

@@ -140,16 +140,20 @@ def test_commit_lists_every_file_and_reads_back(store: Store) -> None:
             lambda s, f: s.write_json(f"{f}/manifest.json", {**s.read_json(f"{f}/manifest.json"), "meta": {"step": 9}}),
             "manifest.json: missing or damaged",
         ),
+        (
+            lambda s, f: [s.remove(f"{f}/{name}") for name in ("rank0.bin", "optim")],
+            "optim/state.bin: missing; rank0.bin: missing",
+        ),
     ],
-    ids=["flipped", "truncated", "missing", "no-manifest", "half-manifest", "edited-manifest"],
+    ids=["flipped", "truncated", "missing", "no-manifest", "half-manifest", "edited-manifest", "only-manifest"],
 )
 def test_damage_is_named_and_an_older_checkpoint_is_used(
-    store: Store, damage: Callable[[Store, str], None], problem: str
+    store: Store, damage: Callable[[Store, str], object], problem: str
 ) -> None:
     checkpoint(store, 4)
     folder = checkpoint(store, 12)
     damage(store, folder)
-    assert store.verify(folder)[0].startswith(problem)
+    assert "; ".join(store.verify(folder)).startswith(problem)
     had_manifest = store.exists(f"{folder}/manifest.json")
     told: list[str] = []
     found = store.latest_valid_step("checkpoints", told.append)

@@ -281,9 +281,9 @@ PIECES = [
 def test_ten_megabytes_take_two_seconds_at_most(form: str, piece: str) -> None:
     for head in HEADS:
         text = head + piece * (10_000_000 // len(piece))
-        start = time.perf_counter()
+        start = time.process_time()
         _, calls = parse(form, text)
-        assert time.perf_counter() - start < 2.0, head
+        assert time.process_time() - start < 2.0, head
         assert len(calls) <= MAX_CALLS + 1
 
 
