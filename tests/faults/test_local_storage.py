@@ -124,20 +124,6 @@ def said(session: Session) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_person_sees_the_damage_when_a_run_is_taken_up(session: Session, damage: str) -> None:
-    for step in (1, 2):
-        checkpoint(session.store, step)
-    folder = session.store.local_path(run_files.checkpoint(2))
-    assert folder
-    DAMAGES[damage][0](folder / "actor/b")
-    found = session.store.latest_valid_step(run_files.CHECKPOINTS, session.telemetry.warn)
-    assert found and found[0] == 1 and not folder.exists()
-    words = f"{folder} is damaged and is skipped: {DAMAGES[damage][1]}"
-    assert words in said(session) and f"hurt/{run_files.CHECKPOINTS}" in words
-    assert session.store.read_json("notes.json")[0]["text"] == words
-
-
 def test_the_report_says_what_happened(session: Session) -> None:
     session.telemetry.warn("step 2 is damaged <actor/b>")
     page = run_page(session.store, {})
