@@ -53,8 +53,8 @@ def test_a_lease_that_does_not_fit_leaves_no_torn_one(small_disk: Path) -> None:
     assert store.listdir() == ["a"]
 
 
-def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: Path, local: RankMesh) -> None:
-    engine, store = policy_engine(tiny_model, local, OptimConfig()), Store(str(small_disk / "run"))
+def test_shards_that_do_not_fit_are_told_as_such(small_disk: Path, tiny_model: Path, rank_mesh: RankMesh) -> None:
+    engine, store = policy_engine(tiny_model, rank_mesh, OptimConfig()), Store(str(small_disk / "run"))
     save(engine, store, f"{run_files.checkpoint(1)}/actor")
     store.commit_folder(run_files.checkpoint(1), {})
     filler = small_disk / "filler"
@@ -144,7 +144,7 @@ def test_a_damaged_folder_is_told_and_made_again(session: Session, folder: str, 
     assert local
     DAMAGES[damage][0](local / "actor/b")
     assert session.assets.verify_or_remove(folder) is None and not local.exists()
-    assert f"{local} is damaged and is made again: {DAMAGES[damage][1]}" in said(session)
+    assert f"{local} is damaged and will be rebuilt: {DAMAGES[damage][1]}" in said(session)
 
 
 def test_a_copy_of_a_remote_folder_is_made_right(session: Session) -> None:
