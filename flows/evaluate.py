@@ -35,7 +35,7 @@ def evaluate(
     from flows.preflight import preflight, watch_for_hang
     from tasks.evaluate import evaluate as score
     from tasks.prepare_data import prepare_data
-    from tasks.runs.run import find_run, open_run
+    from tasks.runs.open_run import find_run, open_run
     from tasks.session.session import open_session
 
     composed = extend(given, [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"])

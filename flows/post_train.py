@@ -1,98 +1,70 @@
-"""The main flow: trains, evaluates, registers and, if the gate allows, promotes a model."""
+"""Flow: `post_train` in a worker, with preflight checks, one training at a time, resumed after a crash."""
 
-import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from typing import Annotated, Any
 
-import httpx
 from prefect import flow
-from prefect.events.clients import NullEventsClient
-from prefect.events.worker import EventsWorker
-from prefect.settings import PREFECT_API_URL
+from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelled
+from pydantic import Field
 
-from rl_core.config.compose import Composed
-from rl_core.console import Console
-from rl_core.errors import TransientError
-from tasks.evaluate import evaluate, evaluate_champion
-from tasks.prepare_data import prepare_data
-from tasks.promote import promote, reload
-from tasks.register import register
-from tasks.registry.registry import CHAMPION
-from tasks.report import report
-from tasks.runs.run import Run, committed_step
-from tasks.session.session import open_session
-from tasks.train import train
-from tasks.warm_start import warm_start
-
-Summary = dict[str, Any]
+from flows.attempts import Attempt, begin_attempt, cancellation_requested, find_conflicting_training, retry_transient
+from flows.parameters import GateMode, Hours, gate_setting
+from rl_core.config.compose import Composed, compose
 
 
-def post_train(run: Run, verbose: bool = False, keep_data: bool = False, stop_at: float | None = None) -> Summary:
-    """Runs all stages of an opened run, within a flow, and returns a summary of JSON values.
+@flow(name="post-train", flow_run_name="{recipe}", persist_result=False)
+def post_train(
+    recipe: Annotated[str, Field(min_length=1)],
+    overrides: list[str] | None = None,
+    run_name: str | None = None,
+    gate_mode: GateMode | None = None,
+    max_hours: Hours | None = None,
+    max_attempts: Annotated[int, Field(ge=1)] = 5,
+) -> dict[str, Any] | State[Any]:
+    """Runs all stages of a recipe; an existing run of this name is resumed.
 
     Args:
-        verbose: show the logs of the libraries.
-        keep_data: use the run's committed rows even if the source files have changed.
-        stop_at: time, in seconds since 1970, after which no further segment of steps starts.
+        recipe: name or path of a recipe. overrides: settings as `a.b=value`. run_name: run to start or resume.
+        gate_mode: mode of the gate, by default the recipe's.
+        max_hours: time after which no further segment of steps starts; the steps trained so far are evaluated.
+        max_attempts: maximum number of starts of the flow run before it fails.
     """
-    with open_session(run, verbose, keep_data) as session:
-        config = session.config
-        data = prepare_data()
-        if config.warm_start.steps:
-            warm_start()
-        before = evaluate(0)
-        step = committed_step(run.store)
-        while step < config.trainer.steps:
-            if stop_at is not None and time.time() > stop_at:
-                session.console.note(f"time budget used up: training ends at step {step} of {config.trainer.steps}")
-                break
-            step = train(min(step + config.trainer.segment_steps, config.trainer.steps))
-        after = evaluate(step)
-        version = register(step, data["data_hash"], before, after)
-        evaluate_champion(version)
-        reload(version, step)
-        aliases = promote(version, step)
-        facts = {"step": step, "before": before, "after": after, "version": version, "aliases": aliases, **data}
-        page = report(facts)
-        return {
-            **facts,
-            "run": run.name,
-            "url": run.url,
-            "promoted": CHAMPION in aliases,
-            "report": page,
-            "model": config.registry.model_name,
-            "mlflow_run": session.tracking.tracker.run_id,
-            "tracking_uri": session.tracking.uri,
-        }
+    attempt = begin_attempt(max_attempts)
+    if refusal := find_conflicting_training():
+        return Cancelled(message=refusal)
+    composed = compose(recipe, [*(overrides or []), *gate_setting(gate_mode)])
+    plan = attempt.decide_once(composed.config, lambda: {"stop_at": stop_time(max_hours)})
+    return run_attempt(attempt, composed, run_name, plan["stop_at"])
 
 
-def run_as_flow(composed: Composed, overrides: list[str], stages: Callable[[], Summary]) -> Summary:
-    """Runs `stages` as a flow run in this process and returns their result, even if Prefect's server dies meanwhile.
+def run_attempt(
+    attempt: Attempt, composed: Composed, run_name: str | None, stop_at: float | None
+) -> dict[str, Any] | State[Any]:
+    """Runs `post_train`, with its stages as task runs of the calling flow run; returns its summary, or the state
+    Cancelled."""
+    # Ray and torch are imported here, after their environment was set.
+    from flows.pipeline import run_stages
+    from flows.preflight import preflight, watch_for_hang
+    from tasks.runs.open_run import find_run, open_run
 
-    Stages need no server; only the final state of the flow is reported to it. Raises TransientError if no server
-    starts.
-    """
-    outcome: Future[Summary] = Future()
-
-    def body(recipe: str, overrides: list[str]) -> Summary:
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the command blocks it while the server starts
-            outcome.set_result(stages())
-        except BaseException as error:
-            outcome.set_exception(error)
-        return outcome.result()
-
-    if not PREFECT_API_URL.value():
-        # Nobody reads the events of the run's own server, and at exit each would wait for a dead server.
-        EventsWorker.set_client_override(NullEventsClient)
+    name = run_name or attempt.run_name(composed.recipe)
+    with watch_for_hang(composed.config):
+        preflight(composed, attempt.home, resuming=True)
+        retry_transient(lambda: find_run(composed, attempt.home, name))
+        run = open_run(composed, attempt.home, name)
     try:
-        return flow(name="post-train", flow_run_name="{recipe}", persist_result=False)(body)(composed.recipe, overrides)
-    except (httpx.HTTPError, RuntimeError) as error:  # Prefect has no specific error for a server that does not start
-        if not outcome.done():
-            raise TransientError(f"the Prefect server failed: {error}; no stage was started") from error
-        if outcome.exception() is error:
-            raise
-        Console().note(f"the Prefect server is gone ({error}): its pages do not show the final state of the run")
-    return outcome.result()
+        # Later attempts use the rows committed by the first one, even if files were added since.
+        return run_stages(run, verbose=True, stop_at=stop_at, keep_data=attempt.number > 1)
+    except TerminationSignal:
+        # During training steps Prefect's signal handler is replaced, so Prefect would take the SIGTERM of a
+        # cancellation for a crash, and the automations would restart the flow run.
+        if cancellation_requested():
+            return Cancelled(message=f"cancelled; to resume from the last committed step: run_name={name}")
+        raise
+
+
+def stop_time(max_hours: float | None) -> float | None:
+    """The end of a time budget that starts now, in seconds since 1970."""
+    return None if max_hours is None else time.time() + 3600 * max_hours

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from flows.attempts import begin_attempt, find_conflicting_training, retry_transient
 from flows.parameters import GateMode, Hours, gate_setting
-from flows.train import run_stages, stop_time
+from flows.post_train import run_attempt, stop_time
 from rl_core.config.compose import compose, extend
 from rl_core.config.schema import RunConfig
 from rl_core.data.identity import data_identity
@@ -71,7 +71,7 @@ def retrain(
             retry_transient(lambda: version_folder(config, attempt.home, plan["version"]))
         # The champion needs no warm start.
         composed = extend(composed, [f"model.path={json.dumps(str(folder))}", "warm_start.steps=0"])
-    result = run_stages(attempt, composed, None, plan["stop_at"])
+    result = run_attempt(attempt, composed, None, plan["stop_at"])
     if isinstance(result, State):
         return result
     found = {"data": plan["data"], "run": result["run"], "trained": time.time(), "reason": plan["reason"]}

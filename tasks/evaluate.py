@@ -9,7 +9,7 @@ from rl_core.evaluation import evaluate as evaluation
 from rl_core.models.load import load_tokenizer
 from rl_core.reports.model_card import folder_hash, weights_hash
 from rl_core.storage import run_files
-from rl_core.storage.store import Json
+from rl_core.storage.manifest import Json
 from tasks.export import export
 from tasks.registry.registry import CHAMPION
 from tasks.runs.run import runs_root

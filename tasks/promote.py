@@ -9,7 +9,7 @@ from rl_core.console import clean
 from rl_core.evaluation.gate import Decision, decide
 from rl_core.evaluation.reload import Question, reload_test
 from rl_core.storage import run_files
-from rl_core.storage.store import Json
+from rl_core.storage.manifest import Json
 from tasks.evaluate import champion_result
 from tasks.registry.registry import CHAMPION
 from tasks.runs.run import committed_records

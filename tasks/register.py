@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 from rl_core.config.compose import config_hash, flatten
 from rl_core.reports.model_card import CARD, folder_hash, render_card, weights_hash
 from rl_core.storage import run_files
-from rl_core.storage.store import Json
+from rl_core.storage.manifest import Json
 from tasks.export import export
 from tasks.registry.lineage import ALSO_PREFIX, versions_with_tag
 from tasks.runs.run import code_version, committed_records, package_versions

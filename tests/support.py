@@ -37,10 +37,10 @@ from rl_core.rollout.agent.agent_loop import roll_out
 from rl_core.rollout.engine.protocol import Completion, RolloutEngine, Sampling
 from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.storage.store import Store
-from rl_core.training.checkpoint import save_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.losses import policy_loss
 from rl_core.training.mesh import RankMesh
+from rl_core.training.sharded_checkpoint import save_engine
 
 CPU = torch.device("cpu")
 ALONE = RankMesh(CPU, None, None)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from rl_core.config.compose import compose
 from rl_core.storage import run_files
 from rl_core.storage.ledger import Ledger
 from rl_core.storage.store import Store
-from tasks.runs.run import open_run
+from tasks.runs.open_run import open_run
 
 SIZES = ["trainer.steps=4", "data.train_batch_size=8", "actor.mini_batch_size=4"]
 SAMPLE = {"prompt": "Sort: 3 1 2", "ground_truth": "1 2 3", "answer": "1 2 3", "score": 1.0}

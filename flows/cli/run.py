@@ -75,7 +75,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     composed = compose(options.recipe, options.overrides)
     home = prepare_home(options.verbose)
     from flows.preflight import check_prefect, preflight, watch_for_hang
-    from tasks.runs.run import committed_step, find_run, open_run
+    from tasks.runs.open_run import find_run, open_run
+    from tasks.runs.run import committed_step
 
     check_prefect()
     with watch_for_hang(composed.config):
@@ -84,12 +85,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     start_guardian()  # before Prefect starts its server
     from prefect.exceptions import TerminationSignal
 
-    from flows.post_train import post_train, run_as_flow
+    from flows.pipeline import run_as_flow, run_stages
 
     def stages() -> dict[str, Any]:
         with watch_for_hang(composed.config):
             opened = open_run(composed, home, options.run, options.resume, options.new)
-        return post_train(opened, options.verbose, options.keep_data)
+        return run_stages(opened, options.verbose, options.keep_data)
 
     signal.signal(signal.SIGTERM, _terminate)
     # Ctrl-C reaches all processes of a terminal, but Prefect's server, which starts now, must outlive the run.

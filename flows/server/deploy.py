@@ -189,7 +189,7 @@ def _load(spec: DeploymentSpec) -> Flow[..., Any]:
             expected="the module path of a flow",
             seen=str(error),
             where=f"entrypoint {spec.entrypoint} of {spec.name}",
-            fix="use a path such as flows.train.train",
+            fix="use a path such as flows.post_train.post_train",
         ) from error
 
 

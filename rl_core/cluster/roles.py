@@ -12,8 +12,9 @@ from rl_core.cluster.training_workers import ActorRolloutRefWorker, CriticWorker
 from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.errors import TransientError
-from rl_core.storage.store import Json, Store
-from rl_core.training.checkpoint import FILES
+from rl_core.storage.manifest import Json
+from rl_core.storage.store import Store
+from rl_core.training.sharded_checkpoint import FILES
 
 ROLE_FOLDERS = ("actor", "critic")
 """Subfolders of a checkpoint with the state of the trained roles."""

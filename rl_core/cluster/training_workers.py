@@ -30,11 +30,12 @@ from rl_core.rollout.engine.protocol import RolloutEngine
 from rl_core.rollout.weights.canary import Canary, canary_of
 from rl_core.rollout.weights.transfer import NcclBroadcast, buckets
 from rl_core.rollout.weights.weight_sync import ShardingManager
-from rl_core.storage.store import Json, Store
-from rl_core.training.checkpoint import export_model, load_engine, save_engine
+from rl_core.storage.manifest import Json
+from rl_core.storage.store import Store
 from rl_core.training.engine import DTYPES, LossFunction, TrainEngine
 from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
 from rl_core.training.mesh import make_rank_mesh
+from rl_core.training.sharded_checkpoint import export_model, load_engine, save_engine
 
 # (mini-batch, number of tokens, number of sequences) → (mini-batch with the columns its loss needs, loss).
 LossOf = Callable[[DataProto, float, float], tuple[DataProto, LossFunction]]

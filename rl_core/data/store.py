@@ -21,7 +21,8 @@ from rl_core.errors import InputError
 from rl_core.runtime.guardian import staging
 from rl_core.storage import run_files
 from rl_core.storage.filesystem import storage_errors
-from rl_core.storage.store import Json, Store
+from rl_core.storage.manifest import Json
+from rl_core.storage.store import Store
 
 PART_ROWS = 1 << 16
 """Rows per part. The list of a part's row groups is parsed when the part is opened, so larger parts open slower."""

@@ -23,7 +23,8 @@ from rl_core.data.protocol import DataProto
 from rl_core.data.rows import Row, canonical
 from rl_core.errors import TransientError
 from rl_core.evaluation.statistics import bootstrap_interval, majority_at_k, pass_at_k
-from rl_core.storage.store import Json, Store
+from rl_core.storage.manifest import Json
+from rl_core.storage.store import Store
 from rl_core.trainer.batch import response_seeds
 from rl_core.trainer.scoring import answer_texts, collect_results
 

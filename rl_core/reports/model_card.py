@@ -13,8 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rl_core.console import clean
 from rl_core.html.page import TEMPLATES
+from rl_core.storage.manifest import Json
 from rl_core.storage.run_files import MANIFEST
-from rl_core.storage.store import Json
 
 CARD = "README.md"
 CURVE = {

@@ -5,8 +5,9 @@ import json
 
 from rl_core.errors import InputError
 from rl_core.storage import run_files
+from rl_core.storage.manifest import Json
 from rl_core.storage.run_files import step_name
-from rl_core.storage.store import Json, Store
+from rl_core.storage.store import Store
 
 SHA256 = "sha256"
 """Key of the checksum in a record's file."""

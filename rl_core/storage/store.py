@@ -4,26 +4,20 @@ A folder is committed by writing `manifest.json` last, which lists every other f
 trust only manifests. This needs no rename, which object stores lack.
 """
 
-import hashlib
-import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from rl_core.errors import InputError, TransientError
-from rl_core.runtime.watchdog import progress
 from rl_core.storage.files import Files, join
 from rl_core.storage.filesystem import replacing, storage_errors, sync_path
+from rl_core.storage.manifest import Json, blocks, bytes_entry, checksum, file_entry, make_manifest, parse_manifest
 from rl_core.storage.run_files import MANIFEST, step_name
 
 logger = logging.getLogger(__name__)
 
-Json = dict[str, Any]
-BLOCK = 8 << 20
-"""Bytes per read."""
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -59,7 +53,7 @@ class Store(Files):
     def add_bytes(self, data: bytes, rel: str, name: str) -> Json:
         """Write a file `name` in `rel`, atomically; returns its manifest entry."""
         self.write_bytes(join(rel, name), data)
-        return {"path": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        return bytes_entry(data, name)
 
     def download(self, rel: str, local_dir: str | Path) -> None:
         """Copy all files under the folder `rel` to `local_dir`, each atomically.
@@ -77,7 +71,7 @@ class Store(Files):
                 continue
             try:
                 with storage_errors(path), self.open(source) as data, replacing(target) as copied:
-                    for block in _blocks(data):
+                    for block in blocks(data):
                         copied.write(block)
                     copied.flush()
                     if "sha256" in entry and entry != file_entry(Path(copied.name), entry["path"]):
@@ -96,13 +90,12 @@ class Store(Files):
 
     def _sha256(self, rel: str) -> str:
         with storage_errors(self._path(rel)), self.open(rel) as file:
-            return _checksum(file)
+            return checksum(file)
 
     def commit_folder(self, rel: str, meta: Json, files: Iterable[Json] | None = None) -> Json:
         """Commit the files under `rel` as one unit and return the manifest.
 
-        The manifest is `{"version": 1, "files": [{"path", "size", "sha256"}, …], "meta", "sha256"}`; its own sha256
-        covers files and meta. On a local file system, every file is flushed to disk before the manifest is written.
+        On a local file system, every file is flushed to disk before the manifest is written.
 
         Args:
             files: manifest entries computed when the files were written, so that missing, truncated or changed files
@@ -121,19 +114,16 @@ class Store(Files):
             with storage_errors(str(folder), writing=True):
                 for path in [*(folder / file["path"] for file in files), *(p for p in folder.rglob("*") if p.is_dir())]:
                     sync_path(path)
-        meta = json.loads(json.dumps(meta))  # as a reader parses it, so that both digests agree
-        manifest = {"version": 1, "files": files, "meta": meta, "sha256": _digest(files, meta)}
+        manifest = make_manifest(files, meta)
         self.write_json(join(rel, MANIFEST), manifest)
         return manifest
 
     def read_manifest(self, rel: str) -> Json | None:
         """The manifest of a committed folder, or None if it is missing or damaged."""
         try:
-            manifest = json.loads(self.read_bytes(join(rel, MANIFEST)))
-            valid = manifest["version"] == 1 and manifest["sha256"] == _digest(manifest["files"], manifest["meta"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return parse_manifest(self.read_bytes(join(rel, MANIFEST)))
+        except FileNotFoundError:
             return None
-        return manifest if valid else None
 
     def verify(self, rel: str, content: bool = True) -> list[str]:
         """Problems of a committed folder, each starting with the file name; empty if it is valid.
@@ -192,29 +182,3 @@ class Store(Files):
         steps = [step for step in self.committed_steps(rel) if step < newest]
         for step in steps[: max(0, len(steps) - max(keep - 1, 0))]:
             self.remove(join(rel, step_name(step)))
-
-
-def file_entry(file: Path, name: str) -> Json:
-    """The manifest entry of a local file under the given name."""
-    with storage_errors(str(file)), file.open("rb") as data:
-        digest = _checksum(data)
-    return {"path": name, "size": file.stat().st_size, "sha256": digest}
-
-
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The remaining content in blocks; reports progress, so that the watchdog tolerates large files."""
-    while block := file.read(BLOCK):
-        progress()
-        yield block
-
-
-def _checksum(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(file):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _digest(files: list[Json], meta: Json) -> str:
-    text = json.dumps({"files": files, "meta": meta}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -9,7 +9,8 @@ from rl_core.cluster.roles import Roles
 from rl_core.data.protocol import DataProto, Metrics
 from rl_core.errors import InputError, RollforwardError, TrainingError
 from rl_core.storage import run_files
-from rl_core.storage.store import Json, Store
+from rl_core.storage.manifest import Json
+from rl_core.storage.store import Store
 from rl_core.trainer.failed_steps import forget_failures, keep_failure
 from rl_core.trainer.observer import RunObserver
 

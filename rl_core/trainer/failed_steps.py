@@ -10,12 +10,12 @@ from rl_core.data.protocol import DataProto, Metrics
 from rl_core.errors import short_message
 from rl_core.storage import run_files
 from rl_core.storage.store import Store
-from rl_core.trainer.rollout_file import rollout_parquet
+from rl_core.trainer.rollout_file import write_rollouts
 
 
 def keep_failure(store: Store, step: int, batch: DataProto, metrics: Metrics, error: Exception) -> None:
     """Stores a failed step; replaces an earlier failure of the same step."""
-    store.write_bytes(run_files.failed_rollouts(step), rollout_parquet(batch))
+    write_rollouts(store, run_files.failed_rollouts(step), batch)
     store.write_json(run_files.failed_error(step), {"step": step, "error": short_message(error), "metrics": metrics})
 
 

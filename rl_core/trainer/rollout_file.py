@@ -10,6 +10,12 @@ import pyarrow.parquet as pq
 
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
+from rl_core.storage.store import Store
+
+
+def write_rollouts(store: Store, path: str, batch: DataProto) -> None:
+    """Writes the step's trajectories to a file of the run, atomically."""
+    store.write_bytes(path, rollout_parquet(batch))
 
 
 def rollout_parquet(batch: DataProto) -> bytes:

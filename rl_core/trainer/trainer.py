@@ -15,13 +15,14 @@ from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import Metrics
 from rl_core.storage import run_files
 from rl_core.storage.ledger import Ledger
-from rl_core.storage.store import Json, Store
+from rl_core.storage.manifest import Json
+from rl_core.storage.store import Store
 from rl_core.trainer.advantage import apply_correction_and_kl, compute_advantages
 from rl_core.trainer.batch import balanced_order, training_rows
 from rl_core.trainer.checkpoints import Checkpointer
 from rl_core.trainer.metrics import Phases, batch_metrics
 from rl_core.trainer.observer import RunObserver
-from rl_core.trainer.rollout_file import rollout_parquet
+from rl_core.trainer.rollout_file import write_rollouts
 from rl_core.trainer.rollout_queue import STATE_KEY, RolloutQueue
 from rl_core.trainer.sampler import Sampler
 
@@ -114,7 +115,7 @@ class PPOTrainer:
                 with phase("push"):
                     metrics["kl/canary"] = roles.rollout.push_weights(step)
             with phase("commit"):
-                self.store.write_bytes(run_files.rollouts(step), rollout_parquet(batch))
+                write_rollouts(self.store, run_files.rollouts(step), batch)
                 last = step == until or self.observer.should_stop()
                 if last or step % config.trainer.save_every == 0:
                     self.checkpointer.begin(step, self._meta(step))

@@ -11,8 +11,9 @@ from rl_core.errors import InputError
 from rl_core.reports.report import render_report, scoring_rows
 from rl_core.storage import run_files
 from rl_core.storage.ledger import Ledger
+from rl_core.storage.manifest import Json
 from rl_core.storage.run_files import step_name
-from rl_core.storage.store import Json, Store
+from rl_core.storage.store import Store
 from tasks.runs.run import committed_step
 
 logger = logging.getLogger(__name__)

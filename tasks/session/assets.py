@@ -17,7 +17,7 @@ from rl_core.rollout.agent.responders import chat_template
 from rl_core.rollout.agent.tool_runner import tool_schemas
 from rl_core.rollout.agent.toolbox import row_schemas
 from rl_core.storage import run_files
-from rl_core.storage.store import Json
+from rl_core.storage.manifest import Json
 from tasks.registry.registry import Registry
 from tasks.runs.run import Run
 

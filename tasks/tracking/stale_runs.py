@@ -5,7 +5,7 @@ from typing import Any
 
 from rl_core.storage.status import read_status
 from rl_core.storage.store import Store
-from tasks.runs.run import NAME
+from tasks.runs.open_run import NAME
 from tasks.tracking.tracker import RUN_TAG, Tracker, mlflow_client, mlflow_errors
 
 STORE_TAG = "rollforward.store"

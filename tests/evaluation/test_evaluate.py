@@ -15,7 +15,8 @@ from rl_core.evaluation.evaluate import cached, evaluate, final_answer, rows_has
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.worker import RewardResult, failure
 from rl_core.rollout.trajectory import Trajectory, TrajectoryState, to_batch
-from rl_core.storage.store import Json, Store
+from rl_core.storage.manifest import Json
+from rl_core.storage.store import Store
 
 TOKENIZER = build_tokenizer()
 ROWS = [

@@ -190,7 +190,7 @@ from rl_core.config.compose import compose
 home = prepare_home(False)
 from flows.preflight import preflight, watch_for_hang
 from tasks.prepare_data import prepare_data
-from tasks.runs.run import open_run
+from tasks.runs.open_run import open_run
 from tasks.session.session import open_session
 
 class Silent(MemoryFileSystem):

@@ -16,10 +16,10 @@ from rl_core.errors import InputError, TransientError
 from rl_core.storage import run_files
 from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Store
-from rl_core.training.checkpoint import load_engine
 from rl_core.training.mesh import RankMesh
+from rl_core.training.sharded_checkpoint import load_engine
+from tasks.runs.open_run import open_run
 from tasks.runs.report_page import run_page, run_summary
-from tasks.runs.run import open_run
 from tasks.session.session import Session, open_session
 
 ROOM = "free space there and run the same command again"

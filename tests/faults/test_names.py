@@ -7,7 +7,7 @@ import pytest
 from rl_core.config.compose import compose
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError
-from tasks.runs.run import find_run
+from tasks.runs.open_run import find_run
 
 OUTSIDE = ["../outside", "..", "/outside", "a/../../outside", "a\0b", ""]
 

@@ -12,7 +12,8 @@ from rl_core.errors import InputError, RollforwardError, TransientError
 from rl_core.storage import run_files
 from rl_core.storage.files import TIMEOUT_S
 from rl_core.storage.lease import Lease
-from rl_core.storage.store import Json, Store
+from rl_core.storage.manifest import Json
+from rl_core.storage.store import Store
 
 DEADLINE_S, SLACK_S = 1.5, 10.0
 SHARD = bytes(range(256)) * 40
@@ -224,9 +225,9 @@ def test_names_in_a_manifest_lead_nowhere_else(direct: Store, tmp_path: Path, na
     entry = {"path": name, "size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}
     with pytest.raises(InputError, match="inside the store"):
         direct.commit_folder(folder, {}, [entry])
-    from rl_core.storage.store import _digest
+    from rl_core.storage.manifest import digest
 
-    manifest = {"version": 1, "files": [entry], "meta": {}, "sha256": _digest([entry], {})}
+    manifest = {"version": 1, "files": [entry], "meta": {}, "sha256": digest([entry], {})}
     direct.write_json(f"{folder}/manifest.json", manifest)
     with pytest.raises(InputError, match="inside the store"):
         direct.download(folder, inside)

@@ -20,7 +20,8 @@ from support_trackers import Proxy, commit, mlflow_run, points
 from rl_core.config.compose import compose
 from rl_core.errors import InputError, TransientError
 from rl_core.storage.status import Status
-from tasks.runs.run import Run, open_run
+from tasks.runs.open_run import open_run
+from tasks.runs.run import Run
 from tasks.session.session import Session, open_session
 from tasks.tracking import outage
 from tasks.tracking.outage import Throttle

@@ -13,8 +13,8 @@ import pytest
 from support_servers import empty_bucket
 
 from rl_core.errors import InputError, TransientError
+from rl_core.storage import manifest as manifests
 from rl_core.storage import run_files
-from rl_core.storage import store as storage
 from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Store
 
@@ -166,8 +166,8 @@ def test_damage_is_named_and_an_older_checkpoint_is_used(
 
 def test_long_reads_are_progress(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[None] = []
-    monkeypatch.setattr(storage, "BLOCK", 4)
-    monkeypatch.setattr(storage, "progress", lambda: blocks.append(None))
+    monkeypatch.setattr(manifests, "BLOCK", 4)
+    monkeypatch.setattr(manifests, "progress", lambda: blocks.append(None))
     store.write_bytes("a/x", b"0123456789")
     store.commit_folder("a", {})
     for read in (lambda: store.verify("a"), lambda: store.download("a", tmp_path / "copy")):

@@ -14,7 +14,7 @@ from rl_core.data.report import DataReport
 from rl_core.data.rows import make_row
 from rl_core.errors import InputError
 from tasks.prepare_data import prepare_data, show
-from tasks.runs.run import open_run
+from tasks.runs.open_run import open_run
 from tasks.session.session import open_session
 
 Prepare = Callable[..., dict[str, Any]]

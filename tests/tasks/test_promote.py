@@ -18,7 +18,7 @@ from tasks.evaluate import champion_result
 from tasks.prepare_data import prepare_data
 from tasks.promote import last_metrics, promote
 from tasks.registry.registry import Registry
-from tasks.runs.run import open_run
+from tasks.runs.open_run import open_run
 from tasks.session.session import Session, open_session
 from tasks.tracking.tracker import mlflow_client
 

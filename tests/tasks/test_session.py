@@ -11,7 +11,8 @@ from rl_core.config.compose import compose
 from rl_core.errors import InputError
 from rl_core.storage.status import read_status
 from rl_core.storage.store import Store
-from tasks.runs.run import Run, open_run
+from tasks.runs.open_run import open_run
+from tasks.runs.run import Run
 from tasks.session import workers
 from tasks.session.session import open_session
 

@@ -8,7 +8,7 @@ from support_runs import SIZES
 
 from rl_core.config.compose import compose
 from rl_core.errors import InputError, TrainingError, TransientError, WorkerError, WorkerLost
-from tasks.runs.run import open_run
+from tasks.runs.open_run import open_run
 from tasks.session.session import open_session
 from tasks.stage import _ending, _given_up, is_transient
 

@@ -11,8 +11,9 @@ import torch
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError, TrainingError, TransientError, WorkerError
 from rl_core.storage import run_files
+from rl_core.storage.manifest import Json
 from rl_core.storage.run_files import step_name
-from rl_core.storage.store import Json, Store
+from rl_core.storage.store import Store
 from rl_core.trainer.checkpoints import Checkpointer
 from rl_core.trainer.failed_steps import failed_step, read_failure
 from rl_core.trainer.observer import NullObserver

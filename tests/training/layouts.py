@@ -24,10 +24,10 @@ from rl_core.config.schema import ActorConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import RollforwardError
 from rl_core.storage.store import Store
-from rl_core.training.checkpoint import load_engine, save_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.mesh import make_rank_mesh
 from rl_core.training.packing import split_by_tokens
+from rl_core.training.sharded_checkpoint import load_engine, save_engine
 
 # Ranks of the world, and over how many of them the weights are sharded.
 LAYOUTS = {"1": (1, 1), "2": (2, 2), "4": (4, 4), "2x2": (4, 2)}

@@ -26,9 +26,9 @@ from rl_core.errors import InputError
 from rl_core.models.load import empty_causal_lm
 from rl_core.models.lora import adapters_off, add_adapters
 from rl_core.storage.store import Store
-from rl_core.training.checkpoint import export_model, load_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.mesh import RankMesh
+from rl_core.training.sharded_checkpoint import export_model, load_engine
 
 OPTIM = OptimConfig(lr=3e-2, grad_clip=1e9)
 LORA = LoraConfig(rank=4, alpha=8)

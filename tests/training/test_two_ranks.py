@@ -22,9 +22,9 @@ from support import (
 from torch import Tensor
 
 from rl_core.storage.store import Store
-from rl_core.training.checkpoint import load_engine
 from rl_core.training.engine import TrainEngine
 from rl_core.training.mesh import RankMesh
+from rl_core.training.sharded_checkpoint import load_engine
 
 sys.path.append(str(Path(__file__).parent))
 from two_ranks import CONFIG, LORA, MAX_TOKENS, OPTIM

@@ -14,8 +14,8 @@ from support import LENGTHS, off_policy, policy_engine, rows_of, save, update, w
 
 from rl_core.config.schema import ActorConfig, LoraConfig, OptimConfig
 from rl_core.storage.store import Store
-from rl_core.training.checkpoint import export_model, load_engine
 from rl_core.training.mesh import make_rank_mesh
+from rl_core.training.sharded_checkpoint import export_model, load_engine
 
 MAX_TOKENS = 21
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prefect.exceptions import TerminationSignal
 
-from flows import attempts, preflight, train
+from flows import attempts, post_train, preflight
 from flows.cli import main as cli
 from flows.cli import run as runs
 from rl_core.config.compose import compose
@@ -38,13 +38,13 @@ def test_the_way_back_is_printed_last(
 def test_a_sigterm_that_prefect_could_not_pass_on_is_one(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flows import post_train
+    from flows import pipeline
 
     def told_to_stop(*_: Any) -> None:
         raise TerminationSignal(signal=15)
 
     monkeypatch.setenv("ROLLFORWARD_HOME", str(tmp_path_factory.mktemp("home")))
-    monkeypatch.setattr(post_train, "run_as_flow", told_to_stop)
+    monkeypatch.setattr(pipeline, "run_as_flow", told_to_stop)
     monkeypatch.setattr(runs, "start_guardian", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
@@ -56,11 +56,11 @@ def test_a_sigterm_that_prefect_could_not_pass_on_is_one(
 def test_a_flow_run_that_is_started_again_keeps_its_rows(
     number: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows import post_train
+    from flows import pipeline
 
     seen: dict[str, Any] = {}
     monkeypatch.setattr(preflight, "preflight", lambda *_, **__: None)
-    monkeypatch.setattr(post_train, "post_train", lambda run, **options: seen.update(options) or run.close() or {})
+    monkeypatch.setattr(pipeline, "run_stages", lambda run, **options: seen.update(options) or run.close() or {})
     home = tmp_path_factory.mktemp("home")
-    train.run_stages(attempts.Attempt(home, "0123456789", number), compose("demo"), None, None)
+    post_train.run_attempt(attempts.Attempt(home, "0123456789", number), compose("demo"), None, None)
     assert seen["keep_data"] == (number > 1)

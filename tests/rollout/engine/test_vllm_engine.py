@@ -25,9 +25,9 @@ from rl_core.rollout.engine.protocol import Completion, Sampling
 from rl_core.rollout.weights.canary import canary_of
 from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.storage.store import Store
-from rl_core.training.checkpoint import export_model
 from rl_core.training.engine import TrainEngine
 from rl_core.training.mesh import RankMesh
+from rl_core.training.sharded_checkpoint import export_model
 
 if TYPE_CHECKING:
     from rl_core.rollout.engine.vllm_engine import VLLMEngine

@@ -7,7 +7,8 @@ from support_runs import SIZES
 
 from rl_core.config.compose import compose
 from rl_core.errors import InputError
-from tasks.runs.run import Run, find_run, open_run
+from tasks.runs.open_run import find_run, open_run
+from tasks.runs.run import Run
 from tasks.session.session import open_session
 
 

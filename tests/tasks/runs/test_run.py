@@ -10,7 +10,8 @@ from rl_core.errors import InputError
 from rl_core.storage import run_files
 from rl_core.storage.lease import Lease
 from rl_core.storage.store import Store
-from tasks.runs.run import Run, open_run
+from tasks.runs.open_run import open_run
+from tasks.runs.run import Run
 from tasks.session.session import open_session
 
 

@@ -16,9 +16,9 @@ from rl_core.config.schema import OptimConfig
 from rl_core.errors import RollforwardError
 from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
 from rl_core.storage.store import Store
-from rl_core.training import checkpoint
-from rl_core.training.checkpoint import FILES, export_model, load_engine
+from rl_core.training import sharded_checkpoint as checkpoint
 from rl_core.training.mesh import RankMesh
+from rl_core.training.sharded_checkpoint import FILES, export_model, load_engine
 
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="linear", warmup_steps=1, weight_decay=0.1)
 

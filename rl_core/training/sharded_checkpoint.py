@@ -26,10 +26,11 @@ from rl_core.errors import TransientError
 from rl_core.models.lora import save_adapters
 from rl_core.runtime.guardian import staging
 from rl_core.storage.filesystem import storage_errors
+from rl_core.storage.manifest import Json, file_entry
 from rl_core.storage.run_files import MANIFEST
-from rl_core.storage.store import Json, Store, file_entry
+from rl_core.storage.store import Store
+from rl_core.training.checkpoint_reader import METADATA, TensorReader
 from rl_core.training.engine import DTYPES, TrainEngine
-from rl_core.training.shards import METADATA, TensorReader
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Suffixes of weight files in any format; the source's weight files are not copied to an export."""

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from rl_core.config.schema import OptimConfig
 from rl_core.errors import InputError
 from rl_core.storage.store import Store
-from rl_core.training.checkpoint import load_engine
+from rl_core.training.checkpoint_reader import METADATA
 from rl_core.training.engine import TrainEngine
 from rl_core.training.mesh import RankMesh
-from rl_core.training.shards import METADATA
+from rl_core.training.sharded_checkpoint import load_engine
 
 
 class Planted:

@@ -1,0 +1,155 @@
+"""Finds the run that a command means, decides whether it starts or resumes, and takes its lease."""
+
+import fcntl
+import os
+import re
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from rl_core.config.compose import Composed, config_hash, diff, from_dict, layout_diff
+from rl_core.config.schema import RunConfig
+from rl_core.console import Console
+from rl_core.errors import InputError
+from rl_core.storage import run_files
+from rl_core.storage.lease import Lease
+from rl_core.storage.store import Store
+from tasks.runs.run import Run, code_version, committed_step, run_names, runs_root
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def find_run(
+    composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False
+) -> tuple[str, Store]:
+    """Name and store of the run to start or resume; reads only.
+
+    Without `name` a run is named after recipe and config, so the same command finds it again; `new` takes the next
+    free name instead. Raises InputError if the run exists and neither `resume` nor `name` is given, if its config
+    differs, or if there is nothing to resume.
+    """
+    root = runs_root(composed.config.storage, home)
+    wanted = name or f"{Path(composed.recipe).stem}-{config_hash(composed.config)[:8]}"
+    if not NAME.fullmatch(wanted):
+        raise InputError(
+            expected="a run name of letters, digits, '.', '_' and '-'",
+            seen=repr(wanted),
+            where="--run",
+            fix="choose another name",
+        )
+    if new:
+        wanted = _free_name(root, wanted)
+    store = root.child(wanted)
+    started = _has_started(store)
+    if started and not (resume or name):
+        raise InputError(
+            expected="a run that does not exist yet",
+            seen=f"run {wanted} exists",
+            where=store.url,
+            fix="add --resume to continue or show it, or --new to start another with the same config",
+        )
+    if resume and not store.exists(run_files.RUN):
+        raise InputError(
+            expected="a run to resume",
+            seen=f"no run {wanted}",
+            where=root.url,
+            fix=f"omit --resume to start it, or use --run with one of: {_names(root)}",
+        )
+    if started:
+        _check_same_config(store, composed, wanted)
+    return wanted, store
+
+
+def open_run(composed: Composed, home: Path, name: str | None = None, resume: bool = False, new: bool = False) -> Run:
+    """Takes the lease of the run found by `find_run`, and writes `run.json` of a new one.
+
+    Raises InputError as `find_run` does, and if another process works on the run.
+    """
+    wanted, store = find_run(composed, home, name, resume, new)
+    with ExitStack() as failing:
+        lock = failing.enter_context(_lock(home, wanted))
+        if not store.exists(run_files.RUN):
+            store.check_writable()
+        lease = Lease(store, wanted, Console().note)
+        failing.callback(lease.end)
+        is_new = not _has_started(store)
+        if not is_new:
+            _check_same_config(store, composed, wanted)  # the previous holder may have started the run meanwhile
+        changed = {} if is_new else layout_diff(_first_config(store), composed.config)
+        run = Run(wanted, composed, home, store.guarded(lease.check), lock, lease, changed)
+        if is_new:
+            run.store.write_json(run_files.RUN, _facts(run))
+        failing.pop_all()
+    return run
+
+
+def _has_started(store: Store) -> bool:
+    """Whether the run has committed rows or steps; until then its config may still change."""
+    return store.exists(run_files.RUN) and (
+        store.exists(f"{run_files.DATA}/{run_files.MANIFEST}") or committed_step(store) > 0
+    )
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """Content of `run.json`."""
+    composed = run.composed
+    return {
+        "name": run.name,
+        "recipe": composed.recipe,
+        "config": composed.config.model_dump(mode="json"),
+        "config_hash": config_hash(composed.config),
+        "code_version": code_version(),
+        "origins": {key: origin for key, origin in composed.origins.items() if origin != "default"},
+        "created": time.time(),
+    }
+
+
+def _first_config(store: Store) -> RunConfig:
+    """The config of the run's first start."""
+    return from_dict(store.read_json(run_files.RUN)["config"])
+
+
+def _check_same_config(store: Store, composed: Composed, name: str) -> None:
+    changed = diff(_first_config(store), composed.config)
+    if changed:
+        raise InputError(
+            expected=f"the config with which run {name} was started",
+            seen="; ".join(f"{key} was {before}, now {now}" for key, (before, now) in changed.items()),
+            where=store.url,
+            fix="give the same overrides again, or another --run NAME",
+        )
+
+
+def _free_name(root: Store, base: str) -> str:
+    name, number = base, 1
+    while root.exists(f"{name}/{run_files.RUN}"):
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def _names(root: Store) -> str:
+    return ", ".join(run_names(root)) or "none found"
+
+
+def _lock(home: Path, name: str) -> IO[str]:
+    """An exclusive lock, released by the kernel when this process ends for any reason."""
+    path = home / "locks" / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise InputError(
+            expected="a run that no other process is working on",
+            seen=f"locked by {holder}",
+            where=f"run {name}",
+            fix="wait for it to end, or start another with --run NAME",
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    return file
