@@ -39,7 +39,7 @@ TOGETHER = re.compile(r"^tests/rollout/")
 FIRST = re.compile(r"tests/(flows|faults|learning)/")
 # The tests of `make quick`, which need no Ray, no vLLM and no servers.
 QUICK = re.compile(
-    r"^tests/((algorithms|config|data(?!/test_memory)|models|reports|storage)/\w+|test_\w+"
+    r"^tests/((algorithms|config|data(?!/test_memory)|models|reports|storage)/\w+|test_(console|contributing|house)"
     r"|evaluation/test_(evaluate|gate|statistics)|rewards/test_(reward_model|scorers)"
     r"|trainer/test_(checkpoints|metric_names|metrics|sampler|step_parts|warm_start)"
     r"|training/test_(checkpoint|engine|lora|losses|optimizer|packing|shards)"

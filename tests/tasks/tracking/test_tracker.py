@@ -75,6 +75,22 @@ def test_flushing_twice_or_after_a_crash_never_doubles_a_point(sqlite_uri: str, 
     assert other.flush(of(records)) == 3 and other.run_id != first.run_id
 
 
+def test_a_run_whose_description_failed_is_described_at_the_next_call(sqlite_uri: str, tmp_path: Path) -> None:
+    described: list[str] = []
+
+    def describe(tracker: Tracker) -> None:
+        described.append(tracker.run_id)
+        if len(described) == 1:
+            raise TransientError("MLflow is away")
+
+    tracker = Tracker(sqlite_uri, "exp", "my-run", "key1", tmp_path, describe)
+    with pytest.raises(TransientError):
+        tracker.set_tags({"a": "1"})
+    tracker.set_tags({"a": "2"})
+    tracker.set_tags({"a": "3"})
+    assert described == [tracker.run_id] * 2
+
+
 def test_more_metrics_than_one_call_takes(sqlite_uri: str, tmp_path: Path) -> None:
     tracker = open_tracker(sqlite_uri, tmp_path)
     records = [record(s, **{f"m{i}": 0.0 for i in range(300)}) for s in range(8)]
