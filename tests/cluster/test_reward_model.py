@@ -117,8 +117,8 @@ def test_a_response_that_one_of_them_cannot_score_has_no_score() -> None:
 
 def test_combinations_that_score_nothing_or_have_no_place_are_refused(judge: Path) -> None:
     for settings, words in (
-        (["reward.function=none"], "needs reward.model.path"),
-        ([f"reward.model.path={judge}", "reward.model.nodes=2"], "needs reward.model.ranks_per_node"),
+        (["reward.function=none"], "requires another source of rewards: reward.model.path"),
+        ([f"reward.model.path={judge}", "reward.model.nodes=2"], "reward.model.ranks_per_node"),
     ):
         with pytest.raises(InputError, match=words):
             compose("grpo", settings)

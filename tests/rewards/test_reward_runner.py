@@ -278,7 +278,7 @@ def test_unknown_scorers_are_found_before_scoring() -> None:
 
 
 def test_further_scorers_have_a_weight_and_a_name_of_their_own() -> None:
-    for further, says in ((("exact",), "NAME=WEIGHT"), (("a:short=1", "b:short=1"), "different names")):
+    for further, says in ((("exact",), "NAME=WEIGHT"), (("a:short=1", "b:short=1"), "distinct names")):
         with pytest.raises(ValidationError, match=says):
             RewardConfig(extra_functions=further)
 

@@ -80,7 +80,7 @@ def test_the_stage_tells_what_was_dropped_and_warns() -> None:
     ("change", "says"),
     [
         (lambda folder: write(folder / "a.jsonl", range(5)), r"a\.jsonl: 828 → 1,035 bytes"),
-        (lambda folder: write(folder / "held-out.jsonl", range(30, 32)), r"held-out\.jsonl: other content"),
+        (lambda folder: write(folder / "held-out.jsonl", range(30, 32)), r"held-out\.jsonl: content changed"),
         (lambda folder: write(folder / "b2.jsonl", range(2)), r"new file .*b2\.jsonl"),
         (lambda folder: (folder / "b.jsonl").unlink(), r"b\.jsonl is gone"),
         (lambda folder: shutil.rmtree(folder), r"a\.jsonl is gone; .*b\.jsonl is gone; .*held-out\.jsonl is gone"),

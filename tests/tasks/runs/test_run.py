@@ -24,7 +24,7 @@ def test_the_second_is_told_who_works_on_the_run_and_since_when(tmp_path: Path) 
     assert first.store.timeout_s == 7
     with pytest.raises(InputError) as caught:
         opened(tmp_path, "b")
-    assert re.search(r"process \d+ on \S+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+ does", caught.value.seen)
+    assert re.search(r"process \d+ on \S+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+", caught.value.seen)
     assert caught.value.where == f"run one in {tmp_path}/shared/one"
     first.close()
     opened(tmp_path, "b").close()
