@@ -182,7 +182,7 @@ def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
     """Copies of all weights and Adam moments, gathered over the ranks; `exp_avg` after one step is a gradient."""
     state = engine.state()
     return {
-        f"{part}.{name}": tensor.full_tensor().clone()  # type: ignore[attr-defined]
+        f"{part}.{name}": tensor.full_tensor().cpu().clone()  # type: ignore[attr-defined]
         for part in ("model", "exp_avg", "exp_avg_sq")
         for name, tensor in cast(dict[str, Tensor], state[part]).items()
     }

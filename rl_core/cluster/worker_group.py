@@ -1,6 +1,7 @@
 """A group of Ray actors, one per rank, with the interface of a single worker."""
 
 import inspect
+import time
 from collections import Counter, defaultdict, deque
 from typing import Any
 
@@ -10,13 +11,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_core.cluster.calls import Call
 from rl_core.cluster.dispatch import Dispatch, Layout, collect, split
-from rl_core.cluster.placement import Placement
+from rl_core.cluster.placement import POLL, Placement
 from rl_core.cluster.stall import RankProcess, offer_stacks
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
 
 RECENT = 20
 """Number of recent calls per method whose durations are kept."""
+NAME_PATIENCE = 10.0
+"""Seconds that the name of a killed actor may stay taken."""
 
 
 class Host:
@@ -109,8 +112,8 @@ class RayWorkerGroup:
         self.seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._worker_class = worker_class
         actor_class: Any = ray.remote(type(self.name, (host,), {}))  # also sets the name of the process
-        try:
-            self.workers: list[Any] = [
+        self.workers: list[Any] = [
+            _start_actor(
                 actor_class.options(
                     name=f"{self.name}-{rank}",
                     namespace=placement.namespace,
@@ -121,11 +124,10 @@ class RayWorkerGroup:
                         placement_group=placement.group, placement_group_bundle_index=placement.bundle_of(slot)
                     ),
                     runtime_env={"env_vars": {**env, **pool.rank_env(slot, slots)}},
-                ).remote()
-                for rank, slot in enumerate(slots)
-            ]
-        except ActorAlreadyExistsError as error:
-            raise TransientError(f"another attempt of this run is starting its workers: {error}") from error
+                )
+            )
+            for rank, slot in enumerate(slots)
+        ]
         # Unequal shares separate ranks onto devices only if groups are placed one after another, in order of share.
         try:
             self.ranks = self._call("placing", [worker.offer_stacks.remote() for worker in self.workers]).get()
@@ -153,6 +155,22 @@ class RayWorkerGroup:
         if mode is None:
             raise AttributeError(f"{self._worker_class.__name__} has no registered method {method!r}")
         return GroupMethod(self, method, mode)
+
+
+def _start_actor(actor_class: Any) -> Any:
+    """Starts a named actor.
+
+    Ray may keep the name of a killed actor for a moment after it has left the list of actors. Raises TransientError if
+    the name is still taken after NAME_PATIENCE seconds.
+    """
+    start = time.monotonic()
+    while True:
+        try:
+            return actor_class.remote()
+        except ActorAlreadyExistsError as error:
+            if time.monotonic() - start > NAME_PATIENCE:
+                raise TransientError(f"another attempt of this run is starting its workers: {error}") from error
+        time.sleep(POLL)
 
 
 def put_shared(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import distance, plain_log_probs, save_grouped_model, save_sharp_model, start_ranks
+from support import distance, plain_log_probs, save_grouped_model, save_sharp_model, start_ranks, weights_of
+from support_ranks import Alone, Outcome
 from torch import Tensor
+
+from rl_core.training.mesh import RankMesh
+from rl_core.training.sharded_checkpoint import load_engine
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 from meshes import MODELS
@@ -47,6 +51,25 @@ def test_the_step_is_that_of_one_gpu(outcome: tuple[str, dict[str, dict[str, Ten
     torch.testing.assert_close(
         seen["old_log_probs"], wanted["old_log_probs"][:rows], rtol=0, atol=1e-4 if dtype == "float32" else 0.3
     )
+
+
+def test_a_checkpoint_continues_on_another_number_of_gpus(tmp_path: Path, gpu: RankMesh) -> None:
+    save_sharp_model(tmp_path / "model")
+    outcome = Outcome(tmp_path, tmp_path / "model", gpu)
+    loaded = outcome.read("loaded")
+    assert loaded.keys() == outcome.first.keys()
+    assert all(torch.equal(loaded[name], outcome.first[name]) for name in loaded)
+    alone, first = Alone(tmp_path / "model", gpu), outcome.read("first")
+    load_engine(alone.engine, outcome.store, "together")
+    back = weights_of(alone.engine)
+    assert all(torch.equal(back[name], first[name]) for name in first)
+    alone.update()
+    for continued, wanted in (
+        (outcome.read("resumed"), outcome.second),
+        (weights_of(alone.engine), outcome.read("second")),
+    ):
+        assert distance(continued, wanted, "model.") < 1e-5
+        assert distance(continued, wanted, "exp_avg.") < TOLERANCE["float32"]
 
 
 def test_two_gpus_serve_one_model(tmp_path: Path) -> None:

@@ -1,63 +1,14 @@
 """Two processes that train together against one that trains alone."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support import (
-    LENGTHS,
-    WIDTH,
-    distance,
-    off_policy,
-    plain_log_probs,
-    policy_engine,
-    rows_of,
-    save,
-    start_ranks,
-    update,
-    weights_of,
-)
-from torch import Tensor
+from support import LENGTHS, WIDTH, distance, plain_log_probs, policy_engine, rows_of, weights_of
+from support_ranks import LORA, MAX_TOKENS, OPTIM, Alone, Outcome
 
-from rl_core.storage.store import Store
-from rl_core.training.engine import TrainEngine
 from rl_core.training.mesh import RankMesh
 from rl_core.training.sharded_checkpoint import load_engine
-
-sys.path.append(str(Path(__file__).parent))
-from two_ranks import CONFIG, LORA, MAX_TOKENS, OPTIM
-
-HERE = Path(__file__).parent
-
-
-class Alone:
-    """A world of one rank on the same rows."""
-
-    def __init__(self, model: Path, rank_mesh: RankMesh) -> None:
-        self.engine: TrainEngine = policy_engine(model, rank_mesh, OPTIM, MAX_TOKENS)
-        self.rows = off_policy(self.engine, rows_of(LENGTHS))
-
-    def update(self) -> dict[str, float]:
-        tokens = self.rows.batch["response_mask"].sum().item()
-        return update(self.engine, self.rows, tokens, len(self.rows), CONFIG)
-
-
-class Outcome:
-    """What both worlds came to: a folder with the two ranks' files, and the lone rank's results in memory."""
-
-    def __init__(self, folder: Path, model: Path, rank_mesh: RankMesh) -> None:
-        self.folder, self.store = folder, Store(str(folder))
-        alone = Alone(model, rank_mesh)
-        self.metrics, self.first = alone.update(), weights_of(alone.engine)
-        save(alone.engine, self.store, "alone")
-        alone.update()
-        self.second = weights_of(alone.engine)
-        start_ranks(HERE / "two_ranks.py", 2, model, folder)
-
-    def read(self, name: str) -> dict[str, Tensor]:
-        return load_file(self.folder / f"{name}.safetensors")
 
 
 @pytest.fixture(scope="module")

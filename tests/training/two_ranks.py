@@ -1,6 +1,7 @@
-"""One of two ranks that train together; test_two_ranks.py starts both and compares what rank 0 writes.
+"""One of two ranks that train together; support_ranks.py starts both and reads what rank 0 writes.
 
-Usage: two_ranks.py RANK 2 MODEL FOLDER, where FOLDER holds a checkpoint `alone` of a world of one rank.
+Usage: two_ranks.py RANK 2 MODEL FOLDER DEVICE, where FOLDER holds a checkpoint `alone` of a world of one rank, and
+DEVICE is cpu or cuda.
 """
 
 import sys
@@ -11,22 +12,21 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from support import LENGTHS, off_policy, policy_engine, rows_of, save, update, weights_of
+from support_ranks import CONFIG, LORA, MAX_TOKENS, OPTIM
 
-from rl_core.config.schema import ActorConfig, LoraConfig, OptimConfig
 from rl_core.storage.store import Store
 from rl_core.training.mesh import make_rank_mesh
 from rl_core.training.sharded_checkpoint import export_model, load_engine
 
-MAX_TOKENS = 21
-OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)
-LORA = LoraConfig(rank=3, target_modules=("all-linear",))
-CONFIG = ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_loss_coef=0.1)
 
-
-def main(rank: int, model: Path, folder: Path) -> None:
+def main(rank: int, model: Path, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    rank_mesh = make_rank_mesh(torch.device("cpu"), 2, 2, 1)
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    rank_mesh = make_rank_mesh(place, 2, 2, 1)
     store = Store(str(folder))
     # The first half of the rows is much longer, so the ranks need different numbers of micro-batches.
     mine = rows_of(LENGTHS).chunk(2)[rank]
@@ -37,7 +37,7 @@ def main(rank: int, model: Path, folder: Path) -> None:
 
     def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
         if rank == 0:
-            save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.safetensors")
+            save_file({key: value.contiguous().cpu() for key, value in tensors.items()}, folder / f"{name}.safetensors")
 
     engine = policy_engine(model, rank_mesh, OPTIM, MAX_TOKENS)
     shards: list[Any] = list(engine.module.parameters())
@@ -71,4 +71,4 @@ def main(rank: int, model: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
