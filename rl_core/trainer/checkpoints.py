@@ -22,9 +22,9 @@ POLL = 0.1
 class Checkpointer:
     """A run's checkpoints, begun and committed one at a time; only a committed one counts."""
 
-    def __init__(self, store: Store, roles: Roles, keep: int, observer: RunObserver) -> None:
-        """Keeps the newest `keep` checkpoints."""
-        self.store, self.roles, self.keep, self.observer = store, roles, keep, observer
+    def __init__(self, store: Store, roles: Roles, keep: int, save_every: int, observer: RunObserver) -> None:
+        """Saves every `save_every` steps and keeps the newest `keep` checkpoints."""
+        self.store, self.roles, self.keep, self.save_every, self.observer = store, roles, keep, save_every, observer
         self._pending: tuple[int, Json] | None = None
 
     def recover(self) -> tuple[int, Json] | None:
@@ -39,6 +39,10 @@ class Checkpointer:
     def load(self, step: int) -> None:
         """Loads the state of every role from a committed step."""
         self.roles.load_checkpoint(self.store, run_files.checkpoint(step))
+
+    def is_due(self, step: int) -> bool:
+        """Whether the step has a checkpoint; the last step of a run always has one."""
+        return step % self.save_every == 0
 
     def begin(self, step: int, meta: Json) -> None:
         """Starts writing the current state of all roles; training may continue once this returns."""

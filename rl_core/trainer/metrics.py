@@ -1,4 +1,9 @@
-"""Metrics of a step: statistics of its batch, and the time of its phases."""
+"""Metrics of a step: statistics of its batch, and the time of its phases.
+
+The other names of docs/metrics.md are added where their values arise: `actor/` and `critic/` in training/losses.py and
+training/engine.py, `correction/` and the KL terms in trainer/advantage.py, `sampling/` and `rollout/` in
+trainer/sampler.py, `kl/canary` by the push in trainer/trainer.py.
+"""
 
 import time
 from collections.abc import Callable, Iterator

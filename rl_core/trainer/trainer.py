@@ -43,7 +43,8 @@ class PPOTrainer:
         """`data_hash` identifies the committed `rows`; a checkpoint with other rows is rejected."""
         self.config, self.store, self.roles, self.observer = config, store, roles, observer
         self.ledger = Ledger(store)
-        self.checkpointer = Checkpointer(store, roles, config.trainer.keep_checkpoints, observer)
+        saving = config.trainer
+        self.checkpointer = Checkpointer(store, roles, saving.keep_checkpoints, saving.save_every, observer)
         weights = [source.weight for source in config.data.sources]
         loader = StatefulLoader(rows.sizes, config.data.train_batch_size, config.trainer.seed, data_hash, weights)
         self.queue = RolloutQueue(config, rows, loader, roles)
@@ -117,7 +118,7 @@ class PPOTrainer:
             with phase("commit"):
                 write_rollouts(self.store, run_files.rollouts(step), batch)
                 last = step == until or self.observer.should_stop()
-                if last or step % config.trainer.save_every == 0:
+                if last or self.checkpointer.is_due(step):
                     self.checkpointer.begin(step, self._meta(step))
             # Written before the manifest; the record counts once a manifest covers its step.
             record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
@@ -16,10 +17,11 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from rl_core.cluster import placement as placing
+from rl_core.cluster import worker_group
 from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.cluster.placement import end_attempts, machines, natural, preflight, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session, shares
-from rl_core.cluster.worker_group import RayWorkerGroup
+from rl_core.cluster.worker_group import Host, RayWorkerGroup
 from rl_core.errors import InputError, TransientError
 
 HOME = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
@@ -143,7 +145,7 @@ from pathlib import Path
 from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.cluster.placement import reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
-from rl_core.cluster.worker_group import RayWorkerGroup
+from rl_core.cluster.worker_group import Host, RayWorkerGroup
 
 class Sleeper:
     def rendezvous(self):
@@ -192,6 +194,23 @@ def test_a_new_attempt_ends_what_another_driver_of_the_run_left(
         group.meet()
         if not killed:
             assert driver.wait(30) != 0, "the old driver does not notice that it has been replaced"
+
+
+def test_a_name_that_a_killed_actor_still_holds_is_waited_for(
+    cluster: Cluster, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
+    holder = ray.remote(Host).options(name="Waiting-1", namespace=placement.namespace, num_cpus=0).remote()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_group, "NAME_PATIENCE", 0.3)
+        with pytest.raises(TransientError, match=r"another attempt of this run is starting.*Waiting-1"):
+            RayWorkerGroup(placement, worker_class("Waiting"), (), {}, 0.1, 60)
+    release = Timer(1.0, ray.kill, (holder,))
+    release.start()
+    group = RayWorkerGroup(placement, worker_class("Waiting"), (), {}, 0.1, 60)
+    group.meet()
+    assert len(group.place()) == 2
+    release.join()
 
 
 def test_a_run_of_another_name_is_left_alone(cluster: Cluster, run: str) -> None:

@@ -17,7 +17,7 @@ import ray
 import torch
 from ray.util.placement_group import placement_group_table
 
-from rl_core.cluster import calls, worker_group
+from rl_core.cluster import calls
 from rl_core.cluster.dispatch import Dispatch, Layout, register
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
@@ -296,24 +296,6 @@ def test_the_first_error_of_calls_that_need_each_other_ends_the_wait(placement: 
     group.kill()
     with pytest.raises(WorkerLost, match="was lost during wait_for"):
         hanging.get()
-
-
-def test_a_name_that_a_killed_actor_still_holds_is_waited_for(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, env = worker_class(), {"EXTRA": "kept", "OMP_NUM_THREADS": "1"}
-    holder = ray.remote(Host).options(name=f"{made.__name__}-0", namespace=placement.namespace, num_cpus=0).remote()
-    with monkeypatch.context() as patch:
-        patch.setattr(worker_group, "NAME_PATIENCE", 0.3)
-        with pytest.raises(TransientError, match=r"another attempt of this run is starting.*Worker\d+-0"):
-            RayWorkerGroup(placement, made, ("me",), env, 0.01, 60)
-    release = threading.Timer(1.0, ray.kill, (holder,))
-    release.start()
-    group = RayWorkerGroup(placement, made, ("me",), env, 0.01, 60)
-    group.meet()
-    assert len(group.pid()) == 2
-    group.kill()
-    release.join()
 
 
 def test_a_lost_worker_is_a_transient_error(failing_group: RayWorkerGroup) -> None:

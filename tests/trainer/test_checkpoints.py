@@ -76,7 +76,7 @@ def committed() -> list[int]:
 
 @pytest.fixture
 def checkpointer(store: Store, roles: Files, committed: list[int]) -> Checkpointer:
-    return Checkpointer(store, roles, 2, Noted(committed))  # type: ignore[arg-type]
+    return Checkpointer(store, roles, 2, 1, Noted(committed))  # type: ignore[arg-type]
 
 
 def folder(step: int) -> str:
@@ -119,7 +119,7 @@ def test_what_a_crash_left_half_written_is_swept_away(checkpointer: Checkpointer
     checkpointer.begin(1, {"step": 1})
     checkpointer.finish()
     checkpointer.begin(2, {"step": 2})
-    after = Checkpointer(store, roles, 2, NullObserver())  # type: ignore[arg-type]
+    after = Checkpointer(store, roles, 2, 1, NullObserver())  # type: ignore[arg-type]
     assert store.exists(f"{folder(2)}/actor/first")
     assert after.recover() == (1, {"step": 1})
     assert store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(checkpointer: Checkpoi
         checkpointer.finish()
     store.write_bytes(f"{folder(2)}/actor/second", b"other")
     told: list[str] = []
-    after = Checkpointer(store, checkpointer.roles, 2, Noted([], told))
+    after = Checkpointer(store, checkpointer.roles, 2, 1, Noted([], told))
     assert after.recover() == (1, {"step": 1})
     assert store.listdir(run_files.CHECKPOINTS) == [step_name(1)]
     assert told == [f"{store.url}/{folder(2)} is damaged and is skipped: actor/second: wrong checksum"]
