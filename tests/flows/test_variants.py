@@ -49,7 +49,7 @@ def test_ppo_trains_a_critic_on_a_scorer_of_ones_own(home: Path) -> None:
     metrics = last_record(home, "ppo")
     assert metrics["critic/vf_loss"] > 0 and metrics["critic/grad_norm"] > 0
     assert "kl/ref" in metrics
-    assert (home / "runs/ppo/checkpoints/step_000002/critic").is_dir()
+    assert (home / "runs/ppo/checkpoints/step_000002/lease_000001/critic").is_dir()
 
 
 def test_an_algorithm_and_a_scorer_of_ones_own_are_found_in_the_working_directory(home: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One process works on a run, wherever the others run: in a folder and on an S3 server."""
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -187,6 +188,41 @@ def test_a_former_holder_neither_writes_nor_removes_and_leaves_the_lease_alone(s
     assert sorted(store.listdir()) == ["checkpoints", run_files.LEASES] and store.exists("checkpoints/a")
     assert not json.loads(store.read_bytes(f"{run_files.LEASES}/000002.json"))["ended"]
     now.check()
+    now.end()
+
+
+def test_a_former_holder_removes_nothing_after_it_lost_the_lease_on_the_way(store: Store) -> None:
+    former = lease_of(store, "one machine")
+    former._ended.set()  # its process sleeps
+    former._thread.join()
+    checks = iter(range(3))
+
+    def check() -> None:
+        if next(checks, None) is None and not store.exists(f"{run_files.LEASES}/000002.json"):
+            store.write_bytes(f"{run_files.LEASES}/000002.json", b"{}")
+        former.check()
+
+    for number in range(6):
+        store.write_bytes(f"step/actor/{number}", b"1")
+    with pytest.raises(InputError, match="has taken over"):
+        store.guarded(check, former.number).remove("step")
+    assert len(store._files("step")) >= 4
+
+
+def test_processes_of_a_former_holder_find_that_it_lost_the_lease(store: Store) -> None:
+    former = lease_of(store, "one machine")
+    former._ended.set()
+    former._thread.join()
+    worker: Store = pickle.loads(pickle.dumps(store.guarded(former.check, former.number)))
+    assert worker.url == store.url and worker.holder == 1 and worker.child("a").holder == 1
+    worker.write_bytes("a", b"1")
+    now = lease_of(store, "another machine", expire_s=EXPIRE_S)
+    for name in ("a", "c"):
+        with pytest.raises(InputError, match="has taken over"):
+            worker.write_bytes(name, b"2")
+    with pytest.raises(InputError, match="has taken over"):
+        worker.remove("a")
+    assert store.read_bytes("a") == b"1"
     now.end()
 
 
