@@ -17,10 +17,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from rl_core.errors import InputError, RollforwardError
-from rl_core.runtime.process import Process
+from rl_core.runtime.process import Process, boot_id
 from rl_core.runtime.watchdog import progress
 from rl_core.storage import run_files
 from rl_core.storage.files import Files
@@ -42,7 +41,7 @@ class Holder:
     host: str
     machine: str
     pid: int
-    started: float
+    started: str
     since: str
     renewals: int = 0
     ended: bool = False
@@ -61,8 +60,8 @@ class Holder:
 def this_machine() -> str:
     """Identifier that differs between machines, reboots and containers; empty if the system does not provide it."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        if boot := boot_id():
+            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
@@ -167,7 +166,8 @@ class Lease(Fence):
         holder = _read(self._store, number)
         if holder is None or holder.ended:
             return holder is not None
-        if not holder.machine or holder.machine != self._machine:
+        # An earlier version recorded the start in seconds since the epoch, which depends on the clock.
+        if not holder.machine or holder.machine != self._machine or not isinstance(holder.started, str):
             return False
         if Process(holder.pid, holder.started).find():
             raise self._held(holder)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support_servers import empty_bucket
 
@@ -124,7 +125,8 @@ def test_two_processes_race_for_it(store: Store) -> None:
             assert "held by process" in said[0][0]
         assert said[1][0] == "taken" and loser.wait(60) == 1
         assert f"process {winner.pid} on" in loser.stderr.read()  # type: ignore[union-attr]
-        assert store.listdir("written") == [str(processes.index(winner))] and winner.poll() is None
+        written = [name for name in store.listdir("written") if not name.endswith(".tmp")]  # it goes on writing
+        assert written == [str(processes.index(winner))] and winner.poll() is None
     finally:
         for process in processes:
             process.kill()
@@ -234,6 +236,26 @@ def test_a_lease_is_renewed_all_the_time(store: Store) -> None:
         time.sleep(RENEW_S)
     lease.check()
     lease.end()
+
+
+def test_a_holder_is_known_to_live_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path))
+    lease = lease_of(store)
+    started = psutil.Process.create_time
+    # The kernel's boot time, which start times in seconds are based on, moves with the clock.
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: started(self) + 3600)
+    with pytest.raises(InputError, match="held by process"):
+        lease_of(store)
+    lease.check()
+
+
+def test_a_lease_of_an_earlier_version_is_watched(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    old = {"token": "t", "host": "h", "machine": this_machine(), "pid": 1, "started": 1.7e9, "since": "then"}
+    store.write_json(f"{run_files.LEASES}/000001.json", old)
+    told: list[str] = []
+    lease_of(store, told=told, expire_s=EXPIRE_S).end()
+    assert "held by process 1 on h" in told[0]
 
 
 def test_a_torn_lease_is_watched_like_any_other(tmp_path: Path) -> None:
