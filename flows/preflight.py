@@ -124,8 +124,9 @@ def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
         check_tokenizer(tokenizer, config.model.path)
         chat_template(tokenizer, schemas, config.agent, stop_tokens(folder))
         check_shape(folder, config.max_length, config.rollout.tensor_parallel_size)
+        model = empty_causal_lm(folder)
         if config.model.lora.rank:
-            add_adapters(empty_causal_lm(config.model.path), config.model.lora)
+            add_adapters(model, config.model.lora)
     if config.reward.model.path:
         check_reward_model(config.reward.model.path)
     check_scorers(config.reward, {})

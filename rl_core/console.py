@@ -8,11 +8,13 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TextIO
 
+from rl_core.credentials import without_credentials
 from rl_core.errors import InputError
 from rl_core.runtime.watchdog import progress
 
 MAX_TEXT = 2000
-_COLOUR = re.compile(r"\x1b\[\d*m")
+_COLOUR = re.compile(r"(\x1b\[(?:[012]|3[123])m)")
+"""The colours of this module; all other control sequences come from foreign text."""
 _BOLD, _DIM, _GREEN, _RED, _YELLOW = "1", "2", "32", "31", "33"
 
 
@@ -33,6 +35,10 @@ def clean(text: str) -> str:
     """Text safe to display: control and bidirectional characters are replaced, the length is limited to MAX_TEXT."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
     hidden = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
     return "".join(
         c if c in "\n\t" or (unicodedata.category(c) not in ("Cc", "Cs") and unicodedata.bidirectional(c) not in hidden)
@@ -124,6 +130,8 @@ class Console:
 
     def _line(self, text: str) -> None:
         progress()
+        parts = _COLOUR.split(text) if self._colour else [text]
+        text = "".join(part if i % 2 else _printable(without_credentials(part)) for i, part in enumerate(parts))
         if self._also:
             self._also(_COLOUR.sub("", text))
         encoding = self._stream.encoding or "utf-8"

@@ -72,6 +72,31 @@ def test_colour_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in plain.getvalue() and "\x1b[1mtrain\x1b[0m" in terminal.getvalue()
 
 
+@pytest.mark.parametrize("escape", ["\x1b]0;owned\x07", "\x1b[2J", "\x9b2J", "\x1b[8m", "\r", "\x08", "\u202e"])
+def test_foreign_text_cannot_control_the_terminal(escape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for stream in (io.StringIO(), Terminal()):
+        console = Console(stream)
+        console.note(escape)
+        console.stage(escape, escape)
+        console.table([(escape, escape)], escape)
+        console.columns([("a", escape), (escape, "b")], escape)
+        console.done(escape, 1, escape)
+        console.finding("problem", escape, escape, escape)
+        console.error(InputError(escape, escape, escape, escape))
+        assert escape not in stream.getvalue()
+
+
+def test_no_line_shows_credentials() -> None:
+    out = io.StringIO()
+    also: list[str] = []
+    console = Console(out, also.append)
+    console.note("GET https://me:hunter2@host failed")
+    console.failure(ValueError(f"key hf_{'hunter2' * 6}"))
+    console.table([("address", "https://host/?token=hunter2")], "Services")
+    assert "hunter2" not in out.getvalue() + "".join(also) and out.getvalue().count("***") == 3
+
+
 def test_every_line_is_flushed_and_no_encoding_ends_the_run() -> None:
     raw = io.BytesIO()
     log = io.TextIOWrapper(raw, encoding="ascii")

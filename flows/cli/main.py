@@ -10,6 +10,7 @@ import tasks  # noqa: F401  imported before the working directory, which may hav
 from flows.cli import doctor, inspect_runs, models, run, serve, services_command
 from flows.cli.run import Terminated
 from rl_core.console import Console
+from rl_core.credentials import without_credentials
 from rl_core.errors import InputError, RollforwardError
 
 MODULES = (run, inspect_runs, models, serve, services_command, doctor)
@@ -44,7 +45,7 @@ def _execute(options: argparse.Namespace, console: Console) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception:
-        traceback.print_exc()
+        print(without_credentials(traceback.format_exc()), file=sys.stderr, end="")
         return 1
 
 

@@ -43,10 +43,14 @@ def serve(options: argparse.Namespace, console: Console) -> None:
     folder = registry.local_folder(version, home_folder() / "cache")
     import torch
 
+    from rl_core.models.load import check_model_folder, load_tokenizer
+
+    load_tokenizer(check_model_folder(str(folder)))
     on_cpu = not torch.cuda.is_available()
     command = [
         sys.executable, "-m", SERVER, "--model", str(folder), "--served-model-name", registry.name,
         "--host", "127.0.0.1", "--port", str(options.port), *(CPU_OPTIONS if on_cpu else []), *options.passed_on,
+        "--no-trust-remote-code",  # last, so that it holds whatever is passed on
     ]  # fmt: skip
     console.note(f"{registry.name} version {version}: http://127.0.0.1:{options.port}/v1  (Ctrl-C to stop)")
     environment = {"VLLM_NO_USAGE_STATS": "1", **(CPU_ENVIRONMENT if on_cpu else {}), **os.environ}

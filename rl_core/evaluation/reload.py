@@ -84,6 +84,7 @@ def answer(question: Question) -> dict[str, float]:
     longest = question.max_length - 1
     llm = LLM(
         question.folder,
+        trust_remote_code=False,
         dtype=question.dtype,  # type: ignore[arg-type]
         max_model_len=question.max_length,
         skip_tokenizer_init=True,

@@ -1,6 +1,8 @@
 """Validates and loads Hugging Face checkpoints; defines the trained modules, policy and value model."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -12,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -40,13 +43,46 @@ def check_model_folder(path: str) -> Path:
         json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise InputError("a config.json with valid JSON", str(error), where, fix) from error
+    try:
+        load_config(folder)
+    except InputError as error:
+        raise InputError(error.expected, error.seen, where, error.fix) from error
     return folder
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The checkpoint's config; raises InputError if the architecture is not part of transformers.
+
+    Code in the folder is never run: it must be refused explicitly, otherwise transformers asks on standard input.
+    """
+    with _part_of_transformers(path, "an architecture"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return config
+
+
+@contextmanager
+def _part_of_transformers(path: str | Path, what: str) -> Iterator[None]:
+    """Raises InputError if transformers has no class for this checkpoint."""
+    try:
+        yield
+    except Exception as error:  # each architecture validates its values with errors of its own
+        seen = _reason(error, Path(path, "config.json"))
+        raise InputError(
+            f"{what} that is part of transformers", seen, f"config.json of {path}", "use a model that needs no code"
+        ) from error
+
+
+def _reason(error: Exception, file: Path) -> str:
+    """Why transformers cannot load the checkpoint that this file describes, without its advice to trust the code."""
+    if file.is_file() and "auto_map" in file.read_text(errors="replace"):
+        return f"{file.name} needs code from the model's folder (auto_map), which is never run"
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_shape(path: str | Path, max_length: int, tensor_parallel_size: int) -> None:
     """Raises InputError if `max_length` tokens exceed the model's maximum, or if its attention heads do not divide by
     the ranks of a rollout engine."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    config = load_config(path).get_text_config()
     where = f"config.json of {path}"
     rope_factor = (getattr(config, "rope_scaling", None) or {}).get("factor") or 1.0
     limit = getattr(config, "max_position_embeddings", None)
@@ -72,7 +108,7 @@ def same_shape(a: Path, b: Path) -> bool:
     and chat template."""
 
     def shape(folder: Path) -> list[object]:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+        config = load_config(folder).to_dict()
         config = {key: value for key, value in config.items() if key not in _NO_SHAPE}
         files = [folder / name for name in ("tokenizer.json", "chat_template.jinja")]
         return [config, *(file.read_bytes() if file.is_file() else None for file in files)]
@@ -83,14 +119,16 @@ def same_shape(a: Path, b: Path) -> bool:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer; raises InputError if it cannot be loaded."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
         # For some architectures, transformers creates an empty tokenizer if the files are missing.
         if not any(Path(path, name).is_file() for name in tokenizer.vocab_files_names.values()):
             raise OSError(f"none of the files {', '.join(tokenizer.vocab_files_names.values())} exists")
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             "a tokenizer in the model's folder",
-            str(error).splitlines()[0],
+            _reason(error, Path(path, "tokenizer_config.json")),
             f"model.path={path}",
             "copy the tokenizer's files to the folder",
         ) from error
@@ -102,10 +140,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     """The checkpoint's model on the meta device, with packed attention and float32 parameters;
     `rl_core.models.weights.load_weights` allocates and loads the weights."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    with torch.device("meta"):
+    config = load_config(path)
+    with torch.device("meta"), _part_of_transformers(path, "a causal language model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION
+            config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
         )
     # Keep the generation config for the exported model.
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():

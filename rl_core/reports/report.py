@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from rl_core.console import clean, duration
+from rl_core.credentials import without_credentials
 from rl_core.html.curves import Line, axes_of, column, panel, thin
 from rl_core.html.page import COLOURS, STYLE, render_page, to_svg
 from rl_core.trainer.rollout_file import rollout_table
@@ -94,12 +95,12 @@ def render_report(
         name=clean(str(run.get("name", ""))),
         scores=_headline(summary),
         facts=_facts(run),
-        notes=[(when, clean(text)) for when, text in notes],
+        notes=[(when, clean(without_credentials(text))) for when, text in notes],
         charts=charts,
         samples=[_sample(sample) for sample in samples[:MAX_SAMPLES]],
         left_out=max(0, len(samples) - MAX_SAMPLES),
         scoring=[{**row, "data_source": clean(row["data_source"])} for row in scoring],
-        config=[(key, clean(str(value)), origin) for key, value, origin in run.get("config", ())],
+        config=[(key, clean(without_credentials(str(value))), origin) for key, value, origin in run.get("config", ())],
     )
 
 
@@ -170,7 +171,8 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         known["time"] = duration(run["seconds"])
     if "versions" in run:
         known["versions"] = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
-    return [(title, clean(str(known[key]))) for key, title in _FACTS.items() if known.get(key) not in (None, "")]
+    shown = {key: clean(without_credentials(str(value))) for key, value in known.items() if value not in (None, "")}
+    return [(title, shown[key]) for key, title in _FACTS.items() if key in shown]
 
 
 def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl_core.errors import InputError
-from rl_core.models.load import check_model_folder, load_tokenizer
+from rl_core.models.load import check_model_folder, load_config, load_tokenizer
 
 Messages = list[dict[str, str]]
 SETTING = "reward.model.path"
@@ -21,11 +21,7 @@ def check_reward_model(path: str) -> None:
         fix = f"set {SETTING}=FOLDER with config.json, *.safetensors and the tokenizer's files"
         raise InputError(error.expected, error.seen, where, fix) from error
     fix = "use a checkpoint trained as a reward model, such as Qwen3ForSequenceClassification"
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        seen = str(error).splitlines()[0]
-        raise InputError("an architecture supported by transformers", seen, where, fix) from error
+    config = load_config(folder)
     names = config.architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
         # transformers would load it with a randomly initialised head.
@@ -42,7 +38,12 @@ class RewardModel:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
         self.max_tokens = max_tokens
         self.model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
         if report["missing_keys"]:
             raise InputError(

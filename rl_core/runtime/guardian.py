@@ -1,12 +1,13 @@
 """A process that briefly outlives its run and ends everything the run started, however the run ended.
 
 Child processes inherit the environment, so the guardian finds the run's processes by a token in it, whatever their
-parent is by then, and the run's temporary folders by the same token in their names. It detects the end of the run by
-end-of-file on its standard input.
+parent is by then, and the run's temporary folders by the same token in their names. A fork of the run's process shows
+the environment with which that was started, but holds the pipe to the guardian. The kernel reports the end of the run.
 """
 
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -33,15 +34,19 @@ _GUARDIAN = "guardian of "
 def start_guardian() -> None:
     """Starts the guardian of this process; call once, before starting any other process."""
     token = os.environ[TOKEN] = uuid.uuid4().hex
+    # Not end-of-file of the pipe: that comes only when the last fork of this process has ended.
+    own = os.pidfd_open(os.getpid())
     subprocess.Popen(
-        [sys.executable, "-m", "rl_core.runtime.guardian"],
+        [sys.executable, "-m", "rl_core.runtime.guardian", str(own)],
         cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,  # never written to; closed when this process ends
+        stdin=subprocess.PIPE,  # never written to
+        pass_fds=[own],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # so that Ctrl-C does not reach it
         env={**os.environ, TOKEN: f"{_GUARDIAN}{token}"},
     )
+    os.close(own)
 
 
 def is_guardian(process: psutil.Process) -> bool:
@@ -64,26 +69,38 @@ def staging(beside: Path | None = None) -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix=_prefix(os.environ.get(TOKEN, "")), dir=beside)
 
 
-def family(token: str) -> list[psutil.Process]:
-    """The processes with this token in their environment."""
+def family(token: str, pipe: str = "") -> list[psutil.Process]:
+    """The processes with this token in their environment, and the other ones that hold this pipe (`pipe:[123]`)."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # has just ended, or belongs to another user
-            if process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE:
+            belongs = process.environ().get(TOKEN) == token or (pipe and _holds(process.pid, pipe))
+            if belongs and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def end_family(token: str) -> None:
-    """Waits WAIT_S for the processes to end, then sends SIGTERM, then SIGKILL."""
-    _gone(token)
-    for process in family(token):
+def _holds(pid: int, pipe: str) -> bool:
+    """Whether another process holds this pipe."""
+    folder = f"/proc/{pid}/fd"
+    with suppress(OSError):
+        for descriptor in os.listdir(folder) if pid != os.getpid() else ():
+            with suppress(FileNotFoundError):  # has just been closed
+                if os.readlink(f"{folder}/{descriptor}") == pipe:
+                    return True
+    return False
+
+
+def end_family(token: str, pipe: str = "") -> None:
+    """Waits WAIT_S for the processes of `family` to end, then sends SIGTERM, then SIGKILL."""
+    _gone(token, pipe)
+    for process in family(token, pipe):
         with suppress(psutil.NoSuchProcess):
             process.terminate()
     for _ in range(ROUNDS):
-        if _gone(token):
+        if _gone(token, pipe):
             break
-        for process in family(token):
+        for process in family(token, pipe):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -107,9 +124,9 @@ def _prefix(token: str) -> str:
     return f"rollforward-{token}-"
 
 
-def _gone(token: str) -> bool:
+def _gone(token: str, pipe: str) -> bool:
     end = time.monotonic() + WAIT_S
-    while family(token):
+    while family(token, pipe):
         if time.monotonic() > end:
             return False
         time.sleep(0.2)
@@ -117,8 +134,8 @@ def _gone(token: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()
+    select.select([int(sys.argv[1])], [], [])  # readable once the process has ended
     ended = os.environ[TOKEN].rpartition(" ")[2]
-    end_family(ended)
+    end_family(ended, os.readlink("/proc/self/fd/0"))
     remove_staging(ended)
     remove_semaphores()

@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from rl_core.credentials import CREDENTIALS_FIX, holds_credentials, without_credentials
 from rl_core.errors import InputError, TransientError
-from rl_core.storage.filesystem import RemoteFile, make_folder, open_filesystem, replacing, storage_errors, sync_path
+from rl_core.storage.filesystem import RemoteFile, make_folder, open_filesystem, remove_local, replacing, storage_errors
 from rl_core.storage.run_files import MANIFEST
 
 TIMEOUT_S = 60.0
@@ -28,9 +27,9 @@ class Files:
     """A folder (path) or a prefix of an object store (`s3://bucket/prefix`, `memory://…`).
 
     Every `rel` is a path inside it with `/` as separator; the empty path is the root. Credentials come from the
-    environment only; a pickled store consists of its URL and timeout. All methods raise `InputError` for errors that
-    the user must fix (permissions, credentials, a `rel` outside the root) and `TransientError` for errors that a retry
-    may resolve, such as a timeout of a remote store; reading a missing file raises `FileNotFoundError`.
+    environment only; a pickled store consists of its URL, timeout and guard. All methods raise `InputError` for errors
+    that the user must fix (permissions, credentials, a `rel` outside the root) and `TransientError` for errors that a
+    retry may resolve, such as a timeout of a remote store; reading a missing file raises `FileNotFoundError`.
     """
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -56,12 +55,14 @@ class Files:
         self.root = self.root.rstrip("/") or "/"
         self.url = self._url()
         self._guard: Callable[[], None] = _unguarded
+        self.holder = 0
+        """Number of the lease under which this store is written, part of the names of shards; 0 without a lease."""
 
     def _url(self) -> str:
         return self.root if self.is_local else str(self.fs.unstrip_protocol(self.root))
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, float]]:
-        return type(self), (self.url, self.timeout_s)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (type(self), self.url, self.timeout_s, self._guard, self.holder)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -85,13 +86,13 @@ class Files:
         child.url = child._url()
         return child
 
-    def guarded(self, guard: Callable[[], None]) -> Self:
-        """The same store, but calling `guard` before every write and removal, which an exception from it prevents.
+    def guarded(self, guard: Callable[[], None], holder: int = 0) -> Self:
+        """The same store, but calling `guard` before each file is written or removed, which its exception prevents.
 
-        Children are guarded too; pickled copies are not.
+        Children and pickled copies are guarded too. `holder` is the number of the lease that `guard` checks.
         """
         guarded = copy.copy(self)
-        guarded._guard = guard
+        guarded._guard, guarded.holder = guard, holder
         return guarded
 
     def __copy__(self) -> Self:
@@ -117,12 +118,12 @@ class Files:
     def write_bytes(self, rel: str, data: bytes) -> None:
         """Write a file atomically; once this returns, the file survives a power cut."""
         path = self._path(rel)
-        self._guard()
         with storage_errors(path, writing=True):
             if self.is_local:
-                with replacing(Path(path)) as file:
+                with replacing(Path(path), self._guard) as file:
                     file.write(data)
             else:
+                self._guard()
                 self._call("pipe_file", path, data, size=len(data))
 
     def create_bytes(self, rel: str, data: bytes) -> bool:
@@ -198,24 +199,24 @@ class Files:
     def remove(self, rel: str) -> None:
         """Remove a file, or a folder with all its content, if it exists.
 
-        The manifest is removed first, so a partly removed folder no longer counts as committed.
+        The manifest is removed first, so a partly removed folder no longer counts as committed. Links are removed, not
+        what they lead to.
         """
         path = self._path(rel)
-        self._guard()
         with suppress(FileNotFoundError), storage_errors(path):
             if self.is_local:
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    os.unlink(f"{path}/{MANIFEST}")
-                    sync_path(Path(path))
-                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+                remove_local(path, MANIFEST, self._guard)
                 return
             manifest = f"{path}/{MANIFEST}"
+            self._guard()
             with suppress(FileNotFoundError):
                 self._call("rm_file", manifest)  # explicitly, in case a stale listing does not show it
             # Not rm: it treats [ and * in names as patterns, and removes the bucket if the root is one.
             for name in sorted(self._call("find", path)):
                 if name != manifest:
-                    self._call("rm_file", name)
+                    self._guard()
+                    with suppress(FileNotFoundError):  # another process of the run has removed it
+                        self._call("rm_file", name)
 
     def check_writable(self) -> None:
         """Write, read and remove a small file; raises `InputError` with a fix if that fails."""
@@ -263,6 +264,10 @@ def _unguarded() -> None:
     """No-op write guard."""
 
 
+def _opened(cls: Any, url: str, timeout_s: float, guard: Callable[[], None], holder: int) -> Any:
+    return cls(url, timeout_s).guarded(guard, holder)
+
+
 def join(rel: str, name: str) -> str:
-    """The path of `name` in the folder `rel`."""
-    return f"{rel}/{name}" if rel else name
+    """The path of `name` in the folder `rel`; either may be empty."""
+    return "/".join(part for part in (rel, name) if part)

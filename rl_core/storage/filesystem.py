@@ -3,9 +3,10 @@
 import errno
 import io
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -80,9 +81,47 @@ def make_folder(folder: Path) -> None:
         sync_path(folder.parent)
 
 
+def remove_local(path: str, first: str, guard: Callable[[], None]) -> None:
+    """Remove a file, a link, or a folder with all its content, calling `guard` before each removal.
+
+    The file `first` of a folder goes before all others, durably. Links are removed, not followed.
+    """
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        guard()
+        os.unlink(path)
+        return
+    try:
+        guard()
+        with suppress(FileNotFoundError):
+            os.unlink(first, dir_fd=folder)
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+    for _, folders, files, inside in os.fwalk(path, topdown=False):
+        for name in [*files, *folders]:
+            guard()
+            with suppress(FileNotFoundError):  # another process of the run has removed it
+                is_folder = stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode)
+                (os.rmdir if is_folder else os.unlink)(name, dir_fd=inside)
+    guard()
+    os.rmdir(path)
+
+
+def no_check() -> None:
+    """The check of `replacing` that always passes."""
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file that atomically replaces `path` at the end and is removed if the body fails."""
+def replacing(path: Path, check: Callable[[], None] = no_check) -> Iterator[BinaryIO]:
+    """A temporary file that atomically replaces `path` at the end and is removed if the body or the `check` fails.
+
+    `check` is called first, and again right before the file is renamed.
+    """
+    check()
     make_folder(path.parent)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
@@ -90,6 +129,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        check()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

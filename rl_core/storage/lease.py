@@ -17,10 +17,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from rl_core.errors import InputError, RollforwardError
-from rl_core.runtime.process import Process
+from rl_core.runtime.process import Process, boot_id
 from rl_core.runtime.watchdog import progress
 from rl_core.storage import run_files
 from rl_core.storage.files import Files
@@ -42,7 +41,7 @@ class Holder:
     host: str
     machine: str
     pid: int
-    started: float
+    started: str
     since: str
     renewals: int = 0
     ended: bool = False
@@ -61,13 +60,45 @@ class Holder:
 def this_machine() -> str:
     """Identifier that differs between machines, reboots and containers; empty if the system does not provide it."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        if boot := boot_id():
+            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
-class Lease:
-    """The right to write a run, from construction until `end` or until another process takes over."""
+class Fence:
+    """Whether a lease is still that of the run's current holder; can be checked from any process, on any machine."""
+
+    def __init__(self, store: Files, run: str, number: int, expire_s: float) -> None:
+        """The lease with this number, on the run whose folder is `store`, taken over after `expire_s`."""
+        self._store, self._run, self.number, self._expire_s = store, run, number, expire_s
+        self._lost: InputError | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process is known to have taken over."""
+        return self._lost is not None
+
+    def check(self) -> None:
+        """Reads the store; raises InputError if another process has taken over."""
+        if self._lost is None and self._store.exists(_name(self.number + 1)):
+            holder = _read(self._store, _newest(self._store))
+            self._lost = InputError(
+                expected=f"this process to hold the lease of run {self._run}",
+                seen=f"{holder or 'another process'} has taken over: the lease was not renewed for "
+                f"{self._expire_s:.0f} s",
+                where=self._store.url,
+                fix="leave the run to that process; if it has ended, run the same command again to continue from the "
+                "last committed step",
+            )
+        if self._lost is not None:
+            raise self._lost
+
+
+class Lease(Fence):
+    """The right to write a run, from construction until `end` or until another process takes over.
+
+    A pickled lease is the fence of its holder: other processes check it, and do not renew it.
+    """
 
     def __init__(
         self,
@@ -83,35 +114,17 @@ class Lease:
         Raises InputError if another process holds it. If that is unknown, this waits for up to `expire_s` and first
         calls `on_wait` with a message. `machine` identifies this process's machine (default: `this_machine()`).
         """
-        self._store, self._run, self._on_wait = store, run, on_wait
-        self._renew_s, self._expire_s = renew_s, expire_s
+        super().__init__(store, run, 0, expire_s)
+        self._on_wait, self._renew_s = on_wait, renew_s
         self._machine = this_machine() if machine is None else machine
         self._own = Holder.of_this_process(self._machine)
-        self._lost: InputError | None = None
         self._ended = threading.Event()
-        self._number = self._take()
+        self.number = self._take()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
-    @property
-    def lost(self) -> bool:
-        """Whether another process is known to have taken over."""
-        return self._lost is not None
-
-    def check(self) -> None:
-        """Reads the store; raises InputError if another process has taken over."""
-        if self._lost is None and self._store.exists(_name(self._number + 1)):
-            holder = self._read(_newest(self._store))
-            self._lost = InputError(
-                expected=f"this process to hold the lease of run {self._run}",
-                seen=f"{holder or 'another process'} has taken over: the lease was not renewed for "
-                f"{self._expire_s:.0f} s",
-                where=self._store.url,
-                fix="leave the run to that process; if it has ended, run the same command again to continue from the "
-                "last committed step",
-            )
-        if self._lost is not None:
-            raise self._lost
+    def __reduce__(self) -> tuple[type[Fence], tuple[Files, str, int, float]]:
+        return Fence, (self._store, self._run, self.number, self._expire_s)
 
     def end(self) -> None:
         """Releases the lease, unless another process has taken over."""
@@ -131,12 +144,13 @@ class Lease:
 
     def _wait_for(self, number: int) -> None:
         """Returns once the holder of this number has lost the lease; raises InputError if it is alive."""
-        first = self._bytes(number)
+        first = _bytes(self._store, number)
         if self._is_gone(number):
             return
+        holder = _read(self._store, number) or "another process"
         self._on_wait(
-            f"run {self._run} is held by {self._read(number) or 'another process'}; unless that renews its lease, the "
-            f"run is taken over in {self._expire_s:.0f} s"
+            f"run {self._run} is held by {holder}; unless that renews its lease, the run is taken over in "
+            f"{self._expire_s:.0f} s"
         )
         deadline = time.monotonic() + self._expire_s
         while time.monotonic() < deadline:
@@ -144,15 +158,16 @@ class Lease:
             progress()
             if self._store.exists(_name(number + 1)) or self._is_gone(number):
                 return
-            if self._bytes(number) != first:
-                raise self._held(self._read(number))
+            if _bytes(self._store, number) != first:
+                raise self._held(_read(self._store, number))
 
     def _is_gone(self, number: int) -> bool:
         """Whether the holder is known to have ended; raises InputError if it is known to be alive."""
-        holder = self._read(number)
+        holder = _read(self._store, number)
         if holder is None or holder.ended:
             return holder is not None
-        if not holder.machine or holder.machine != self._machine:
+        # An earlier version recorded the start in seconds since the epoch, which depends on the clock.
+        if not holder.machine or holder.machine != self._machine or not isinstance(holder.started, str):
             return False
         if Process(holder.pid, holder.started).find():
             raise self._held(holder)
@@ -183,24 +198,26 @@ class Lease:
                 warned = True
 
     def _write(self, holder: Holder) -> None:
-        self._store.write_bytes(_name(self._number), _content(holder))
-
-    def _bytes(self, number: int) -> bytes:
-        try:
-            return self._store.read_bytes(_name(number))
-        except FileNotFoundError:
-            return b""
-
-    def _read(self, number: int) -> Holder | None:
-        """The holder of this number, None if its file is not complete yet."""
-        try:
-            return Holder(**json.loads(self._bytes(number)))
-        except (ValueError, TypeError):
-            return None
+        self._store.write_bytes(_name(self.number), _content(holder))
 
 
 def _name(number: int) -> str:
     return f"{run_files.LEASES}/{number:06d}.json"
+
+
+def _bytes(store: Files, number: int) -> bytes:
+    try:
+        return store.read_bytes(_name(number))
+    except FileNotFoundError:
+        return b""
+
+
+def _read(store: Files, number: int) -> Holder | None:
+    """The holder of this number, None if its file is not complete yet."""
+    try:
+        return Holder(**json.loads(_bytes(store, number)))
+    except (ValueError, TypeError):
+        return None
 
 
 def _newest(store: Files) -> int:

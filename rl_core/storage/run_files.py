@@ -1,5 +1,7 @@
 """Paths of the files in a run's folder, relative to it; the README describes them in a table."""
 
+import re
+
 MANIFEST = "manifest.json"
 """File that commits its folder: written last, with the size and checksum of every other file."""
 
@@ -26,6 +28,8 @@ WARM_START = "warm_start"
 """Folder of the policy after the supervised steps, in Hugging Face format."""
 
 CHECKPOINTS = "checkpoints"
+IN_LEASE = re.compile(r"(lease_\d{6,})/")
+"""Start of the path of a checkpoint's file in a `lease_folder`."""
 ROLLOUTS_AHEAD = "rollouts.safetensors"
 """File of a checkpoint with the rollouts of the next step, if these were generated ahead of training."""
 ROLLOUTS = "rollouts"
@@ -60,6 +64,14 @@ def rows(split: str) -> str:
 def checkpoint(step: int) -> str:
     """Folder of the checkpoint of a step."""
     return f"{CHECKPOINTS}/{step_name(step)}"
+
+
+def lease_folder(number: int) -> str:
+    """Folder of a checkpoint with the files written under the lease of this number; the checkpoint itself without one.
+
+    A former holder's workers may still be writing: their files never have the names of the current holder's.
+    """
+    return f"lease_{number:06d}" if number else ""
 
 
 def rollouts(step: int) -> str:

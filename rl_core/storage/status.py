@@ -7,10 +7,10 @@ import threading
 import time
 from typing import Any, Literal
 
-import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_core.errors import RollforwardError
+from rl_core.runtime.process import Process
 from rl_core.runtime.watchdog import progress
 from rl_core.storage import run_files
 from rl_core.storage.store import Store
@@ -53,6 +53,7 @@ class Status(BaseModel):
     seconds_per_step: float = 0.0
     reward: float | None = None
     pid: int = 0
+    started: str = ""
     host: str = ""
     beat: float = 0.0
     error: str = ""
@@ -60,14 +61,9 @@ class Status(BaseModel):
     @property
     def lives(self) -> bool:
         """Whether the process that wrote this is alive, as far as this machine can determine."""
-        if self.host != socket.gethostname():
+        if self.host != socket.gethostname() or not self.started:  # earlier versions did not record the start
             return time.time() - self.beat < SILENT_S
-        try:
-            # Process ids are reused, so also compare the start time.
-            process = psutil.Process(self.pid)
-            return bool(process.create_time() <= self.beat + 1 and process.status() != psutil.STATUS_ZOMBIE)
-        except (psutil.Error, ValueError, OverflowError):
-            return False
+        return Process(self.pid, self.started).find() is not None
 
     @property
     def state_now(self) -> State:
@@ -106,7 +102,9 @@ class StatusWriter:
     def __init__(self, store: Store, steps: int, step: int) -> None:
         """`step` of `steps` steps are completed."""
         self._store = store
-        self.status = Status(steps=steps, step=step, pid=os.getpid(), host=socket.gethostname())
+        self.status = Status(
+            steps=steps, step=step, pid=os.getpid(), started=Process.of(os.getpid()).started, host=socket.gethostname()
+        )
         self._changed, self._ended = threading.Event(), threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)

@@ -41,12 +41,12 @@ class Store(Files):
     def put_file(self, file: str | Path, rel: str, name: str) -> Json:
         """Copy a local file to `name` in `rel`, atomically; returns its manifest entry."""
         target, entry = self._path(join(rel, name)), file_entry(Path(file), name)
-        self._guard()
         with storage_errors(target, writing=True):
             if self.is_local:
-                with open(file, "rb") as data, replacing(Path(target)) as copied:
+                with open(file, "rb") as data, replacing(Path(target), self._guard) as copied:
                     shutil.copyfileobj(data, copied)
             else:
+                self._guard()
                 self._call("put_file", str(file), target, size=entry["size"])
         return entry
 
@@ -80,13 +80,15 @@ class Store(Files):
                 raise TransientError(f"{path} is missing") from error
 
     def _committed_files(self, rel: str) -> list[Json]:
-        """Manifest entries of the files under `rel`, which is a committed folder or a direct child of one."""
-        if manifest := self.read_manifest(rel):
-            return list(manifest["files"])
-        parent, _, name = rel.rpartition("/")
-        files = (self.read_manifest(parent) or {"files": []})["files"] if parent else []
-        under = [file for file in files if file["path"].startswith(f"{name}/")]
-        return [{**file, "path": file["path"].removeprefix(f"{name}/")} for file in under]
+        """Manifest entries of the files under `rel`, which is a committed folder or lies in one; empty otherwise."""
+        folder = rel
+        while (manifest := self.read_manifest(folder)) is None:
+            folder = folder.rpartition("/")[0]
+            if not folder:
+                return []
+        inside = f"{rel[len(folder) + 1 :]}/" if folder != rel else ""
+        under = [file for file in manifest["files"] if file["path"].startswith(inside)]
+        return [{**file, "path": file["path"].removeprefix(inside)} for file in under]
 
     def _sha256(self, rel: str) -> str:
         with storage_errors(self._path(rel)), self.open(rel) as file:

@@ -9,6 +9,7 @@ from rl_core.cluster.roles import Roles
 from rl_core.data.protocol import DataProto, Metrics
 from rl_core.errors import InputError, RollforwardError, TrainingError
 from rl_core.storage import run_files
+from rl_core.storage.files import join
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
 from rl_core.trainer.failed_steps import forget_failures, keep_failure
@@ -38,7 +39,7 @@ class Checkpointer:
 
     def load(self, step: int) -> None:
         """Loads the state of every role from a committed step."""
-        self.roles.load_checkpoint(self.store, run_files.checkpoint(step))
+        self.roles.load_checkpoint(self.store, self._committed(step))
 
     def is_due(self, step: int) -> bool:
         """Whether the step has a checkpoint; the last step of a run always has one."""
@@ -46,14 +47,14 @@ class Checkpointer:
 
     def begin(self, step: int, meta: Json) -> None:
         """Starts writing the current state of all roles; training may continue once this returns."""
-        folder = run_files.checkpoint(step)
-        self.store.remove(folder)  # files of an earlier attempt may remain if a listing was stale
-        self.roles.save_checkpoint(self.store, folder)
+        # Files of an earlier attempt may remain if a listing was stale.
+        self.store.remove(run_files.checkpoint(step))
+        self.roles.save_checkpoint(self.store, self._own(step))
         self._pending = step, meta
 
     def rollouts(self, step: int) -> bytes | None:
         """The prefetched rollouts committed with a step; None if there are none."""
-        name = f"{run_files.checkpoint(step)}/{run_files.ROLLOUTS_AHEAD}"
+        name = f"{self._committed(step)}/{run_files.ROLLOUTS_AHEAD}"
         return self.store.read_bytes(name) if self.store.exists(name) else None
 
     def finish(self, rollouts: bytes | None = None) -> None:
@@ -63,10 +64,21 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        folder, files = run_files.checkpoint(self._pending[0]), self.roles.finish_checkpoint()
+        folder, files = self._own(self._pending[0]), self.roles.finish_checkpoint()
         if rollouts is not None:
             files.append(self.store.add_bytes(rollouts, folder, run_files.ROLLOUTS_AHEAD))
         self._commit(files)
+
+    def _own(self, step: int) -> str:
+        """Folder with this process's files of a step's checkpoint."""
+        return join(run_files.checkpoint(step), run_files.lease_folder(self.store.holder))
+
+    def _committed(self, step: int) -> str:
+        """Folder with the files of a step's committed checkpoint, which another process may have written."""
+        folder = run_files.checkpoint(step)
+        files = (self.store.read_manifest(folder) or {"files": []})["files"]
+        within = {match[1] for file in files if (match := run_files.IN_LEASE.match(file["path"]))}
+        return join(folder, max(within, default=""))
 
     def rescue(self, step: int, patience_s: float) -> None:
         """Commits the pending checkpoint if it is that of `step` and all its shards appear within `patience_s` seconds.
@@ -76,7 +88,7 @@ class Checkpointer:
         """
         if self._pending is None or self._pending[0] != step:
             return
-        end, folder = time.monotonic() + patience_s, run_files.checkpoint(step)
+        end, folder = time.monotonic() + patience_s, self._own(step)
         try:
             while (files := self.roles.written_files(self.store, folder)) is None:
                 if time.monotonic() > end:
@@ -89,6 +101,8 @@ class Checkpointer:
     def _commit(self, files: list[Json]) -> None:
         assert self._pending is not None
         step, meta = self._pending
+        inside = run_files.lease_folder(self.store.holder)
+        files = [{**file, "path": join(inside, file["path"])} for file in files]
         self.store.commit_folder(run_files.checkpoint(step), meta, files)
         self._pending = None
         self.store.prune(run_files.CHECKPOINTS, self.keep, newest=step)

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from rl_core.errors import TransientError
 from rl_core.models.lora import save_adapters
 from rl_core.runtime.guardian import staging
-from rl_core.storage.filesystem import storage_errors
+from rl_core.storage.filesystem import make_folder, storage_errors
 from rl_core.storage.manifest import Json, file_entry
 from rl_core.storage.run_files import MANIFEST
 from rl_core.storage.store import Store
@@ -76,6 +76,7 @@ def _write_shards(state: dict[str, Any], store: Store, folder: str, group: dist.
     local, (parent, _, name) = store.local_path(folder), folder.rpartition("/")
     if local is not None:
         with _real_cause(str(local), writing=True):
+            make_folder(local)  # torch creates folders that a power cut may remove
             dcp.save(state, checkpoint_id=local, process_group=group)
         rank = dist.get_rank(group)
         files = [*local.glob(f"__{rank}_*"), *([local / METADATA] if rank == 0 else [])]

@@ -77,7 +77,7 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
         if not is_new:
             _check_same_config(store, composed, wanted)  # the previous holder may have started the run meanwhile
         changed = {} if is_new else layout_diff(_first_config(store), composed.config)
-        run = Run(wanted, composed, home, store.guarded(lease.check), lock, lease, changed)
+        run = Run(wanted, composed, home, store.guarded(lease.check, lease.number), lock, lease, changed)
         if is_new:
             run.store.write_json(run_files.RUN, _facts(run))
         failing.pop_all()

@@ -201,6 +201,8 @@ def test_commands_on_it_tell_none(ran: Ran, words: tuple[str, ...]) -> None:
         f"agent.mcp_servers='words --header \"X-Api-Key: {WORD}\"'", f"agent.mcp_servers=['HTTPS://{WORD}@host/mcp']",
         f"agent.mcp_servers='words --header \"Authorization: Basic {WORD}\"'",
         f"agent.mcp_servers=['https://host/mcp?client_secret={WORD}']",
+        f"agent.mcp_servers=[words --pat {WORD}]", f"agent.mcp_servers=['curl -u me:{WORD} host']",
+        f"reward.judge.prompt='hf_{3 * WORD}'", f"storage.root=/runs/ghp_{4 * WORD}",
     ],
 )  # fmt: skip
 def test_a_setting_with_credentials_is_refused_and_not_shown(

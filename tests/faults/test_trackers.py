@@ -1,5 +1,6 @@
 """Trackers that are down, slow, silent or locked: training goes on, and nothing is lost or doubled."""
 
+import os
 import re
 import shutil
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -19,6 +21,7 @@ from support_trackers import Proxy, commit, mlflow_run, points
 
 from rl_core.config.compose import compose
 from rl_core.errors import InputError, TransientError
+from rl_core.runtime.process import Process
 from rl_core.storage.status import Status
 from tasks.runs.open_run import open_run
 from tasks.runs.run import Run
@@ -257,8 +260,8 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next(sqlite_uri: str, tmp_
         mlflow_client(sqlite_uri).update_run(tracker.run_id, status="RUNNING")
         if name == "elsewhere":
             tracker.set_tags({STORE_TAG: f"another-machine:{session.store.url}"})
-        pid = 1 if name == "living" else 2**22 + 1
-        status = Status(state=state, pid=pid, host=socket.gethostname(), beat=time.time())
+        process = Process.of(os.getpid()) if name == "living" else Process(2**22 + 1, "boot 1")
+        status = Status(state=state, **asdict(process), host=socket.gethostname(), beat=time.time())
         session.store.write_json("status.json", status.model_dump())
     with open_session(begin(tmp_path, "next", sqlite_uri)) as session:
         session.tracking.flush(0)

@@ -133,7 +133,7 @@ def test_services_that_run_are_used_and_those_of_an_earlier_boot_are_not(
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     now = Process.of(sleeper.pid)
-    stale = Process(now.pid, now.started - 100)
+    stale = Process(now.pid, "another-boot " + now.started.split()[1])
     write_services(tmp_path, {"prefect": Service(now, "http://p/api", ""), "mlflow": Service(stale, "http://m", "")})
     assert set(running_services(tmp_path)) == {"prefect"}
     prepare_environment(tmp_path)

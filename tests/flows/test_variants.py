@@ -43,7 +43,7 @@ def test_two_ranks_of_ppo_train_a_critic_on_a_scorer_of_ones_own(home: Path) -> 
     assert metrics["critic/vf_loss"] > 0 and metrics["critic/grad_norm"] > 0
     assert "kl/ref" in metrics
     assert metrics["kl/canary"] < 1e-4 and metrics["kl/rollout_max_difference"] < 1e-4
-    assert (home / "runs/ppo/checkpoints/step_000002/critic").is_dir()
+    assert (home / "runs/ppo/checkpoints/step_000002/lease_000001/critic").is_dir()
 
 
 def test_an_algorithm_and_a_scorer_of_ones_own_are_found_in_the_working_directory(home: Path, tmp_path: Path) -> None:

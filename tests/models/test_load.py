@@ -1,5 +1,7 @@
+import io
 import json
 import shutil
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -54,6 +56,66 @@ def test_a_folder_that_is_no_checkpoint_is_an_input_error(
     assert seen in raised.value.seen
     assert raised.value.where == f"model.path={folder}"
     assert "model.path=FOLDER" in raised.value.fix
+
+
+CODE = """
+from pathlib import Path
+Path("{ran}").touch()
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+class Own(PretrainedConfig):
+    model_type = "own"
+class OwnTokenizer(PreTrainedTokenizerFast): ...
+class OwnModel: ...
+"""
+
+
+def code_folder(tiny_model: Path, folder: Path, config: dict[str, object], tokenizer: dict[str, object]) -> Path:
+    """A copy of the offline model whose config and tokenizer name classes of the folder; they leave the file `ran`."""
+    shutil.copytree(tiny_model, folder)
+    (folder / "own.py").write_text(CODE.format(ran=folder / "ran"))
+    for name, changes in (("config.json", config), ("tokenizer_config.json", tokenizer)):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | changes))
+    return folder
+
+
+@pytest.mark.parametrize("part", ["config", "model", "tokenizer"])
+@pytest.mark.parametrize("answer", ["y\n", ""], ids=["answered with y", "no input"])
+def test_code_in_a_model_folder_is_refused_and_nobody_is_asked(
+    tiny_model: Path, tmp_path: Path, part: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+    parts: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+        "config": ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, {}),
+        # CLIP is part of transformers, but not as a causal language model.
+        "model": ({"model_type": "clip", "auto_map": {"AutoModelForCausalLM": "own.OwnModel"}}, {}),
+        "tokenizer": (
+            {"model_type": "vit"},
+            {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}},
+        ),
+    }
+    folder = code_folder(tiny_model, tmp_path / "model", *parts[part])
+
+    def load() -> None:
+        load_tokenizer(check_model_folder(str(folder)))
+        empty_causal_lm(folder)
+
+    with pytest.raises(InputError) as raised:
+        load()
+    assert "auto_map" in raised.value.seen and "never run" in raised.value.seen
+    assert str(folder) in raised.value.where
+    assert not (folder / "ran").exists()
+
+
+def test_a_known_architecture_loads_without_the_code_that_the_folder_adds(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}
+    folder = code_folder(tiny_model, tmp_path / "model", {"auto_map": own}, {})
+    load_tokenizer(check_model_folder(str(folder)))
+    assert type(empty_causal_lm(folder)).__name__ == "Qwen3ForCausalLM"
+    assert not (folder / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -67,6 +68,33 @@ def test_orphans_end_when_their_run_has_ended_or_is_killed(seconds: float) -> No
     process.wait()
     _, alive = psutil.wait_procs(family, timeout=15)
     assert alive == [] and not folder.exists()
+
+
+def test_a_fork_neither_hides_the_end_of_its_run_nor_survives_it() -> None:
+    code = """
+import os, time
+from rl_core.runtime.guardian import start_guardian
+start_guardian()
+number = os.fork()
+if number:
+    print(number, flush=True)
+time.sleep(60)
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
+    assert process.stdout
+    fork = psutil.Process(int(process.stdout.readline()))
+    family = [fork, *started(process)]
+    assert len(family) == 2
+    process.kill()
+    process.wait()
+    try:
+        _, alive = psutil.wait_procs(family, timeout=15)
+        assert alive == []
+    finally:
+        for left in family:
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
 
 
 def test_ending_a_run_with_its_children_leaves_the_guardian_its_work() -> None:

@@ -1,6 +1,7 @@
 """One process works on a run, wherever the others run: in a folder and on an S3 server."""
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support_servers import empty_bucket
 
@@ -123,7 +125,8 @@ def test_two_processes_race_for_it(store: Store) -> None:
             assert "held by process" in said[0][0]
         assert said[1][0] == "taken" and loser.wait(60) == 1
         assert f"process {winner.pid} on" in loser.stderr.read()  # type: ignore[union-attr]
-        assert store.listdir("written") == [str(processes.index(winner))] and winner.poll() is None
+        written = [name for name in store.listdir("written") if not name.endswith(".tmp")]  # it goes on writing
+        assert written == [str(processes.index(winner))] and winner.poll() is None
     finally:
         for process in processes:
             process.kill()
@@ -190,6 +193,41 @@ def test_a_former_holder_neither_writes_nor_removes_and_leaves_the_lease_alone(s
     now.end()
 
 
+def test_a_former_holder_removes_nothing_after_it_lost_the_lease_on_the_way(store: Store) -> None:
+    former = lease_of(store, "one machine")
+    former._ended.set()  # its process sleeps
+    former._thread.join()
+    checks = iter(range(3))
+
+    def check() -> None:
+        if next(checks, None) is None and not store.exists(f"{run_files.LEASES}/000002.json"):
+            store.write_bytes(f"{run_files.LEASES}/000002.json", b"{}")
+        former.check()
+
+    for number in range(6):
+        store.write_bytes(f"step/actor/{number}", b"1")
+    with pytest.raises(InputError, match="has taken over"):
+        store.guarded(check, former.number).remove("step")
+    assert len(store._files("step")) >= 4
+
+
+def test_processes_of_a_former_holder_find_that_it_lost_the_lease(store: Store) -> None:
+    former = lease_of(store, "one machine")
+    former._ended.set()
+    former._thread.join()
+    worker: Store = pickle.loads(pickle.dumps(store.guarded(former.check, former.number)))
+    assert worker.url == store.url and worker.holder == 1 and worker.child("a").holder == 1
+    worker.write_bytes("a", b"1")
+    now = lease_of(store, "another machine", expire_s=EXPIRE_S)
+    for name in ("a", "c"):
+        with pytest.raises(InputError, match="has taken over"):
+            worker.write_bytes(name, b"2")
+    with pytest.raises(InputError, match="has taken over"):
+        worker.remove("a")
+    assert store.read_bytes("a") == b"1"
+    now.end()
+
+
 def test_a_lease_is_renewed_all_the_time(store: Store) -> None:
     lease = lease_of(store, "one machine")
     deadline = time.monotonic() + LONG_S
@@ -198,6 +236,26 @@ def test_a_lease_is_renewed_all_the_time(store: Store) -> None:
         time.sleep(RENEW_S)
     lease.check()
     lease.end()
+
+
+def test_a_holder_is_known_to_live_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path))
+    lease = lease_of(store)
+    started = psutil.Process.create_time
+    # The kernel's boot time, which start times in seconds are based on, moves with the clock.
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: started(self) + 3600)
+    with pytest.raises(InputError, match="held by process"):
+        lease_of(store)
+    lease.check()
+
+
+def test_a_lease_of_an_earlier_version_is_watched(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    old = {"token": "t", "host": "h", "machine": this_machine(), "pid": 1, "started": 1.7e9, "since": "then"}
+    store.write_json(f"{run_files.LEASES}/000001.json", old)
+    told: list[str] = []
+    lease_of(store, told=told, expire_s=EXPIRE_S).end()
+    assert "held by process 1 on h" in told[0]
 
 
 def test_a_torn_lease_is_watched_like_any_other(tmp_path: Path) -> None:

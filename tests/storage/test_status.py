@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.runtime.process import Process
 from rl_core.storage import run_files, status
 from rl_core.storage.status import WAITS, Status, StatusWriter, read_status
 from rl_core.storage.store import Store
@@ -118,9 +119,10 @@ def test_a_killed_process_has_stopped(store: Store) -> None:
 
 
 def test_a_later_process_with_the_same_number_is_another_one_and_other_machines_are_known_by_their_beat() -> None:
-    now = time.time()
-    assert Status(pid=os.getpid(), host=socket.gethostname(), beat=now).lives
-    assert not Status(pid=os.getpid(), host=socket.gethostname(), beat=now - 1e6).lives
+    now, own = time.time(), Process.of(os.getpid())
+    assert Status(pid=own.pid, started=own.started, host=socket.gethostname(), beat=now - 1e6).lives
+    assert not Status(pid=own.pid, started="boot 12", host=socket.gethostname(), beat=now).lives
+    assert not Status(pid=own.pid, host=socket.gethostname(), beat=now - 300).lives, "as earlier versions wrote it"
     assert Status(pid=1, host="elsewhere", beat=now - 5).lives
     assert not Status(pid=1, host="elsewhere", beat=now - 300).lives
 

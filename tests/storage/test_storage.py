@@ -207,7 +207,7 @@ def test_a_removal_that_is_cut_short_leaves_no_manifest(store: Store, monkeypatc
     checkpoint(store, 2)
     removed: list[str] = []
 
-    def cut(path: str) -> None:
+    def cut(path: str, topdown: bool) -> None:
         raise OSError("cut short")
 
     remove_file: Any = getattr(store.fs, "_rm_file", None)
@@ -218,11 +218,28 @@ def test_a_removal_that_is_cut_short_leaves_no_manifest(store: Store, monkeypatc
             raise OSError("cut short")
         await remove_file(path)
 
-    monkeypatch.setattr(*(("shutil.rmtree", cut) if store.is_local else (store.fs, "_rm_file", cut_after_one)))
+    monkeypatch.setattr(*(("os.fwalk", cut) if store.is_local else (store.fs, "_rm_file", cut_after_one)))
     with pytest.raises(TransientError):
         store.prune("checkpoints", keep=1, newest=2)
     assert store.committed_steps("checkpoints") == [2]
     assert store.exists(f"{folder}/rank0.bin")
+
+
+def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
+    store, elsewhere = Store(str(tmp_path / "run")), Store(str(tmp_path / "elsewhere"))
+    for step in (1, 2, 3):
+        checkpoint(store, step)
+    kept = checkpoint(elsewhere, 9)
+    store.remove(run_files.checkpoint(1))
+    (tmp_path / "run" / run_files.checkpoint(1)).symlink_to(tmp_path / "elsewhere" / kept)
+    (tmp_path / "run" / run_files.checkpoint(2) / "inner").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / run_files.checkpoint(2) / "dangling").symlink_to(tmp_path / "nowhere")
+    store.prune("checkpoints", keep=1, newest=3)
+    assert store.listdir("checkpoints") == [step_name(3)] and elsewhere.verify(kept) == []
+    (tmp_path / "run" / run_files.checkpoint(4)).symlink_to(tmp_path)  # not committed
+    found = store.latest_valid_step("checkpoints")
+    assert found and found[0] == 3
+    assert store.listdir("checkpoints") == [step_name(3)] and elsewhere.verify(kept) == []
 
 
 def test_a_second_client_sees_what_the_first_does(store: Store) -> None:

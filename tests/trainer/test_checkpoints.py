@@ -127,6 +127,38 @@ def test_what_a_crash_left_half_written_is_swept_away(checkpointer: Checkpointer
     assert roles.calls[-1] == f"load {folder(1)}"
 
 
+def test_late_workers_of_a_former_holder_do_not_touch_the_files_of_its_successor(store: Store) -> None:
+    former, roles = Files(), Files()
+    held = [store.guarded(lambda: None, number) for number in (1, 2)]
+    before = Checkpointer(held[0], former, 2, NullObserver())  # type: ignore[arg-type]
+    before.begin(1, {"step": 1})
+    after = Checkpointer(held[1], roles, 2, NullObserver())  # type: ignore[arg-type]
+    assert after.recover() is None
+    after.begin(1, {"step": 1})
+    after.finish(b"rollouts")
+    # As torch writes its shards: past the store, to the names that it was given at the beginning.
+    late = store.local_path(former.folder) or Path()
+    (late / "actor").mkdir(parents=True, exist_ok=True)
+    for name in ("first", "second"):
+        (late / "actor" / name).write_bytes(b"late")
+    assert store.verify(folder(1)) == [] and after.rollouts(1) == b"rollouts"
+    third = Checkpointer(store.guarded(lambda: None, 3), roles, 2, NullObserver())  # type: ignore[arg-type]
+    assert third.recover() == (1, {"step": 1})
+    third.load(1)
+    assert roles.calls[-1] == f"load {folder(1)}/lease_000002"
+
+
+def test_a_checkpoint_without_the_number_of_a_lease_is_resumed(
+    checkpointer: Checkpointer, store: Store, roles: Files
+) -> None:
+    checkpointer.begin(1, {"step": 1})
+    checkpointer.finish(b"rollouts")
+    now = Checkpointer(store.guarded(lambda: None, 1), roles, 2, NullObserver())  # type: ignore[arg-type]
+    assert now.recover() == (1, {"step": 1}) and now.rollouts(1) == b"rollouts"
+    now.load(1)
+    assert roles.calls[-1] == f"load {folder(1)}"
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(checkpointer: Checkpointer, store: Store) -> None:
     for step in (1, 2):
         checkpointer.begin(step, {"step": step})

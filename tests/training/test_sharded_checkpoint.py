@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import uuid
 from pathlib import Path
@@ -54,6 +55,23 @@ def test_a_used_engine_goes_back_to_the_start(tiny_model: Path, rank_mesh: RankM
     again = update_alone(engine, rows), weights_of(engine)
     assert again[0] == first[0]
     assert all(torch.equal(again[1][name], first[1][name]) for name in first[1])
+
+
+def test_every_folder_of_a_checkpoint_is_flushed_to_disk(
+    tiny_model: Path, rank_mesh: RankMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, real = set(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = Store(str(tmp_path / "run"))
+    save(policy_engine(tiny_model, rank_mesh, OPTIM), store, "checkpoints/step_000001/actor")
+    store.commit_folder("checkpoints/step_000001", {})
+    for folder in ("", "run", "run/checkpoints", "run/checkpoints/step_000001", "run/checkpoints/step_000001/actor"):
+        assert str(tmp_path / folder) in flushed, "the names in this folder may be lost"
 
 
 def test_the_list_of_files_comes_when_all_shards_are_there(

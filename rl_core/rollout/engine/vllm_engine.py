@@ -69,6 +69,7 @@ class VLLMEngine:
         # "external_launcher" runs the engine in a process that already belongs to a process group.
         self._llm = LLM(
             str(model),
+            trust_remote_code=False,
             dtype=cast(Any, dtype),
             max_model_len=max_length,
             max_num_seqs=config.max_num_seqs + 1,  # one slot for the canary

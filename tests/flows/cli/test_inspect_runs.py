@@ -43,6 +43,15 @@ def working(store: Store, stage: str = "train") -> StatusWriter:
     return writer
 
 
+def test_the_files_of_a_shared_run_cannot_control_the_terminal(home: Path, command: Command) -> None:
+    store = make_run(home, "shared", steps=1)
+    working(store).close("failed", "\x1b]0;owned\x07\x1b[2J")
+    store.write_json("run.json", store.read_json("run.json") | {"recipe": "\x1b[2Jdemo\x9b8m"})
+    for words in (["runs"], ["status", "shared"], ["runs", "--json"], ["compare", "shared", "shared"]):
+        code, text = command(*words)
+        assert code == 0 and text and not set(text) & {"\x1b", "\x07", "\x9b"}
+
+
 def test_runs_lists_each_with_its_state(home: Path, command: Command) -> None:
     working(make_run(home, "ended")).close("finished")
     working(make_run(home, "broken", steps=1)).close("failed", "canary")
