@@ -2,9 +2,13 @@
 
 import re
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from rl_core.config.learning import Section
+
+Isolation = Literal["namespaces", "none"]
 
 
 class RewardModelConfig(Section):
@@ -69,6 +73,14 @@ class JudgeConfig(Section):
         return self
 
 
+class CodeConfig(Section):
+    """How programs written by the policy are run by scorer `code`."""
+
+    isolation: Isolation = "namespaces"
+    """`namespaces` locks each program into namespaces of its own, and refuses the run where the kernel does not allow
+    them; `none` runs programs with all rights of the run's user to files, network and processes (docs/rewards.md)."""
+
+
 class RewardConfig(Section):
     """Scorers, their deadline and the limit on failures."""
 
@@ -83,6 +95,8 @@ class RewardConfig(Section):
     """Reward model used in addition to the scorer."""
     judge: JudgeConfig = JudgeConfig()
     """The model that scorer `judge` queries (docs/rewards.md)."""
+    code: CodeConfig = CodeConfig()
+    """Isolation of programs that scorer `code` runs (docs/rewards.md)."""
     turn_weight: float = 1.0
     """Weight of the rewards of tools and environment in the sum with the scorer's."""
     timeout_s: float = Field(10.0, gt=0)
