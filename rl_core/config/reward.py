@@ -1,7 +1,6 @@
 """Settings of scoring: scorers, reward model, judge, deadlines and the limit on failures."""
 
 import re
-
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -79,6 +78,16 @@ class CodeConfig(Section):
     isolation: Isolation = "namespaces"
     """`namespaces` locks each program into namespaces of its own, and refuses the run where the kernel does not allow
     them; `none` runs programs with all rights of the run's user to files, network and processes (docs/rewards.md)."""
+
+    @property
+    def risk(self) -> str:
+        """Warning for pages and commands; empty if programs are isolated."""
+        if self.isolation == "namespaces":
+            return ""
+        return (
+            "Programs written by the model are not isolated (reward.code.isolation=none): they can read answers and "
+            "credentials, write files and use the network as the run's user can."
+        )
 
 
 class RewardConfig(Section):

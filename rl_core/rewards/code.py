@@ -16,7 +16,8 @@ def code(response: str, row: Row) -> dict[str, float]:
     """1 if the response's last ```python block passes all tests of the row; `tests_passed` is the share passed.
 
     The ground truth is JSON: {"tests": [statements that raise on failure]} or {"inputs": [stdin texts], "outputs":
-    [expected stdout texts]}, optionally with `timeout_s`. Raises ValueError for anything else.
+    [expected stdout texts]}, optionally with `timeout_s`. Raises ValueError for anything else, and
+    InputError if programs cannot be isolated on this machine; then none has run.
     """
     truth = json.loads(truth_of(row))
     tests, inputs, outputs = (truth.get(key) or [] for key in ("tests", "inputs", "outputs"))

@@ -56,9 +56,15 @@ def isolate(isolation: Isolation) -> None:
 
 @functools.cache
 def check_isolation(isolation: Isolation) -> None:
-    """Raises InputError if programs cannot be locked in on this machine."""
-    if isolation == "namespaces" and run_program(PROBE, time.monotonic() + PROBE_S, isolation=isolation).output != "True\n":
-        _refuse(f"a program can start more than {sandbox.PROCESSES} processes, or none")
+    """Raises InputError if this machine does not allow the isolation of programs."""
+    if isolation == "none":
+        return
+    try:
+        probed = run_program(PROBE, time.monotonic() + PROBE_S, isolation=isolation)
+    except TimeoutError as error:
+        _refuse(str(error))
+    if probed.output != "True\n":
+        _refuse(f"the limit of {sandbox.PROCESSES} processes does not bind this user, or no process can be started")
 
 
 def run_program(
@@ -66,8 +72,9 @@ def run_program(
 ) -> Ended:
     """Runs a program until `end` (of time.monotonic) with stdin `text`, or imports it and then runs the tests.
 
-    All processes that it started are killed, without namespaces only those of its session. Raises InputError if the
-    program cannot be locked in, and TimeoutError if the sandbox itself does not start in time; then nothing has run.
+    All processes that it started are killed; without namespaces those that left its process group may remain. Raises
+    InputError if the program cannot be isolated, and TimeoutError if the sandbox itself does not start in time; in both
+    cases it has not run.
     """
     isolation, left = isolation or _isolation, end - time.monotonic()
     if left <= 0:
@@ -93,9 +100,7 @@ def run_program(
         )
 
 
-def _wait(
-    command: list[str], folder: str | None, files: tuple[int, ...], stdin: int, output: int, left: float
-) -> bool:
+def _wait(command: list[str], folder: str | None, files: tuple[int, ...], stdin: int, output: int, left: float) -> bool:
     """Whether the sandbox ended in time; its process group is killed afterwards."""
     home = folder or sandbox.FOLDER
     # Pass on nothing from this process's environment, which may hold credentials.
@@ -131,11 +136,11 @@ def _command(isolation: Isolation, cpu_s: int, files: Sequence[int]) -> list[str
 
 def _refuse(reason: str) -> NoReturn:
     raise InputError(
-        expected="a kernel that lets this user lock programs into namespaces",
+        expected="namespaces that isolate programs written by the model",
         seen=reason,
         where="reward.code.isolation=namespaces",
-        fix="allow user namespaces (docs/rewards.md names the switches), or set reward.code.isolation=none if programs "
-        "written by the model may read, change and send what this user can",
+        fix="allow user namespaces, or run as an ordinary user (docs/rewards.md, section Code); "
+        "reward.code.isolation=none runs such programs with all rights of this user",
     )
 
 

@@ -28,8 +28,8 @@ CHUNKS_IN_FLIGHT = 2
 
 
 def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
-    """Raises InputError if the scorer of any row, or an extra scorer, does not exist, lacks a setting or would run
-    programs that this machine cannot lock in.
+    """Raises InputError if the scorer of any row, or an extra scorer, does not exist or lacks a setting, or if it
+    runs programs and this machine does not allow their isolation.
 
     `sources` maps each `data_source` to the location of its rows, for error messages.
     """
