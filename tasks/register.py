@@ -91,6 +91,7 @@ def _with_card(
         "prompt_length": config.data.max_prompt_length,
         "response_length": config.data.max_response_length,
         "seed": config.trainer.seed,
+        "programs": config.reward.code.risk,
     }
     rows = session.store.read_manifest(run_files.DATA)
     assert rows is not None

@@ -17,7 +17,9 @@ from flows.server.ports import check_port
 from flows.server.service_file import running_services
 from flows.server.services import api_problem
 from rl_core.config.compose import Composed
+from rl_core.config.reward import CodeConfig
 from rl_core.errors import InputError, RollforwardError
+from rl_core.rewards.programs import check_isolation
 from rl_core.storage.store import Store
 from tasks.runs.leftovers import Finding, Level, leftovers
 from tasks.tracking.tracker import check_tracking, default_tracking_uri
@@ -38,6 +40,7 @@ def findings(home: Path, composed: Composed | None) -> Iterator[Finding]:
         lambda: _ports(home),
         lambda: [_disk(home), _checked("home", lambda: f"{home}{_probe(str(home))}")],
         lambda: [_mlflow(home, composed), _prefect()],
+        lambda: [_programs(composed.config.reward.code if composed else CodeConfig())],
         lambda: leftovers(home),
     ]
     if composed:
@@ -157,6 +160,17 @@ def _prefect() -> Finding:
         fix = "start it with `prefect server start`, or correct or unset PREFECT_API_URL"
         return Finding("problem", "prefect server", f"{url} does not answer: {problem}", fix)
     return Finding("ok", "prefect server", url)
+
+
+def _programs(code: CodeConfig) -> Finding:
+    """Isolation of programs written by the model; only runs with scorer `code` depend on it."""
+    if code.risk:
+        return Finding("warning", "programs", code.risk, "unset reward.code.isolation, or trust the model's programs")
+    try:
+        check_isolation(code.isolation)
+    except InputError as error:
+        return Finding("warning", "programs", f"cannot be isolated: {error.seen}; scorer `code` is refused", error.fix)
+    return Finding("ok", "programs", "those written by the model are isolated in namespaces")
 
 
 def _preflight(composed: Composed, home: Path) -> str:

@@ -1,10 +1,13 @@
 """Settings of scoring: scorers, reward model, judge, deadlines and the limit on failures."""
 
 import re
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from rl_core.config.learning import Section
+
+Isolation = Literal["namespaces", "none"]
 
 
 class RewardModelConfig(Section):
@@ -69,6 +72,24 @@ class JudgeConfig(Section):
         return self
 
 
+class CodeConfig(Section):
+    """How programs written by the policy are run by scorer `code`."""
+
+    isolation: Isolation = "namespaces"
+    """`namespaces` locks each program into namespaces of its own, and refuses the run where the kernel does not allow
+    them; `none` runs programs with all rights of the run's user to files, network and processes (docs/rewards.md)."""
+
+    @property
+    def risk(self) -> str:
+        """Warning for pages and commands; empty if programs are isolated."""
+        if self.isolation == "namespaces":
+            return ""
+        return (
+            "Programs written by the model are not isolated (reward.code.isolation=none): they can read answers and "
+            "credentials, write files and use the network as the run's user can."
+        )
+
+
 class RewardConfig(Section):
     """Scorers, their deadline and the limit on failures."""
 
@@ -83,6 +104,8 @@ class RewardConfig(Section):
     """Reward model used in addition to the scorer."""
     judge: JudgeConfig = JudgeConfig()
     """The model that scorer `judge` queries (docs/rewards.md)."""
+    code: CodeConfig = CodeConfig()
+    """Isolation of programs that scorer `code` runs (docs/rewards.md)."""
     turn_weight: float = 1.0
     """Weight of the rewards of tools and environment in the sum with the scorer's."""
     timeout_s: float = Field(10.0, gt=0)

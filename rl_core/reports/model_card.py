@@ -56,7 +56,7 @@ def render_card(
     """Renders the card as Markdown with metadata; texts from rows and settings are escaped.
 
     facts: `name` of the registered model, `base`, `step`, `recipe`, `settings` {key: value}, `lineage` {title: text},
-        `prompt_length`, `response_length` (tokens), `seed`.
+        `prompt_length`, `response_length` (tokens), `seed`, `programs` (a risk of their isolation, or empty).
     before, after: evaluations with `greedy` and `sampled`; optional are `pass_at_k`, `maj_at_k`, `rows`,
         `intervals` {score: [low, high]} and `sources` {name: {greedy, sampled, rows}}.
     data: manifest metadata of the run's committed rows. records: ledger records.
@@ -87,6 +87,7 @@ def render_card(
         prompt_length=facts["prompt_length"],
         response_length=facts["response_length"],
         seed=facts["seed"],
+        programs=plain(facts["programs"]),
         served_name=re.sub(r"[^\w.-]", "-", facts["name"]),
     )
     return f"---\n{_metadata(facts, after, data)}\n---\n\n{body}"

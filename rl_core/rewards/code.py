@@ -1,25 +1,11 @@
-"""Scores programs written by the policy with the row's tests, in a process with minimal privileges."""
+"""Scores programs written by the policy with the row's tests."""
 
-import functools
 import json
-import logging
-import math
-import os
 import re
-import secrets
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
-from typing import IO
 
-from rl_core.rewards import sandbox
+from rl_core.rewards.programs import run_program
 from rl_core.rewards.scorers import Row, truth_of
-
-logger = logging.getLogger(__name__)
 
 TIME_S = 4.0
 """Time limit in seconds for all tests of a response together, if the ground truth has no `timeout_s`."""
@@ -30,7 +16,8 @@ def code(response: str, row: Row) -> dict[str, float]:
     """1 if the response's last ```python block passes all tests of the row; `tests_passed` is the share passed.
 
     The ground truth is JSON: {"tests": [statements that raise on failure]} or {"inputs": [stdin texts], "outputs":
-    [expected stdout texts]}, optionally with `timeout_s`. Raises ValueError for anything else.
+    [expected stdout texts]}, optionally with `timeout_s`. Raises ValueError for anything else, and
+    InputError if programs cannot be isolated on this machine; then none has run.
     """
     truth = json.loads(truth_of(row))
     tests, inputs, outputs = (truth.get(key) or [] for key in ("tests", "inputs", "outputs"))
@@ -40,7 +27,7 @@ def code(response: str, row: Row) -> dict[str, float]:
     if program is None:
         passed = 0
     elif tests:
-        passed = _tests_passed(program, tests, end)
+        passed = len(run_program(program, end, tests=tests).passed)
     else:
         passed = sum(_prints(program, *case, end) for case in zip(inputs, outputs, strict=True))
     share = passed / len(tests or inputs)
@@ -60,79 +47,11 @@ def last_block(response: str) -> str | None:
     return found
 
 
-@functools.cache
-def warn_without_namespaces() -> None:
-    """Warns once if the kernel does not allow programs separate namespaces."""
-    if subprocess.run(_command("probe", 0, 1), env=_environment("/"), stdin=subprocess.DEVNULL).returncode:
-        logger.warning("the kernel denies user namespaces: programs under test can reach the network (docs/rewards.md)")
-
-
-def _tests_passed(program: str, tests: list[str], end: float) -> int:
-    """Number of tests that the program passes; they share one process, so a hanging test fails all later ones."""
-    secret = secrets.token_hex(16)  # unknown to the program, so it cannot forge verdicts
-    with tempfile.TemporaryFile() as tests_file, tempfile.TemporaryFile() as output:
-        tests_file.write(json.dumps({"secret": secret, "tests": tests}).encode())
-        tests_file.seek(0)
-        with tempfile.TemporaryDirectory() as folder:
-            _run(folder, program, "tests", tests_file, None, output, end)
-            verdict = Path(folder, sandbox.VERDICT)
-            lines = set(verdict.read_text("utf-8", "replace").splitlines()) if verdict.is_file() else set()
-    return sum(f"{secret} {number}" in lines for number in range(len(tests)))
-
-
 def _prints(program: str, text: str, expected: str, end: float) -> bool:
     """Whether the program exits with 0 and prints the expected output for stdin `text`, ignoring trailing white
     space."""
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
-        stdin.write(text.encode())
-        stdin.seek(0)
-        with tempfile.TemporaryDirectory() as folder:
-            succeeded = _run(folder, program, "script", None, stdin, output, end)
-        output.seek(0)
-        return succeeded and _lines(output.read().decode("utf-8", "replace")) == _lines(expected)
-
-
-def _run(
-    folder: str,
-    program: str,
-    mode: str,
-    tests_file: IO[bytes] | None,
-    stdin: IO[bytes] | None,
-    output: IO[bytes],
-    end: float,
-) -> bool:
-    """Whether the program exited with code 0 in time; its whole process group is killed afterwards."""
-    left = end - time.monotonic()
-    if left <= 0:
-        return False
-    Path(folder, sandbox.PROGRAM).write_text(program, "utf-8", "backslashreplace")
-    process = subprocess.Popen(
-        _command(mode, tests_file.fileno() if tests_file else 0, math.ceil(left)),
-        cwd=folder,
-        env=_environment(folder),
-        stdin=stdin or subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(tests_file.fileno(),) if tests_file else (),
-        start_new_session=True,
-    )
-    try:
-        return process.wait(left) == 0
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _command(mode: str, tests_fd: int, cpu_s: int) -> list[str]:
-    return [sys.executable, "-I", sandbox.__file__, mode, str(tests_fd), str(cpu_s)]
-
-
-def _environment(folder: str) -> dict[str, str]:
-    # Pass on nothing from this process's environment, which may hold credentials.
-    return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    ended = run_program(program, end, text)
+    return ended.succeeded and _lines(ended.output) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:

@@ -11,8 +11,9 @@ from typing import Any
 from pebble import ProcessExpired
 
 from rl_core.config.reward import RewardConfig, short_name
-from rl_core.rewards.code import code, warn_without_namespaces
+from rl_core.rewards.code import code
 from rl_core.rewards.judge import JUDGE, Judge, check_judge
+from rl_core.rewards.programs import check_isolation
 from rl_core.rewards.scorers import Row, resolve_scorer, wants_trajectory
 from rl_core.rewards.worker import RewardResult, failure, score_chunk, start
 from rl_core.runtime.process_pool import Processes
@@ -27,7 +28,8 @@ CHUNKS_IN_FLIGHT = 2
 
 
 def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
-    """Raises InputError if the scorer of any row, or an extra scorer, does not exist or lacks a setting.
+    """Raises InputError if the scorer of any row, or an extra scorer, does not exist or lacks a setting, or if it
+    runs programs and this machine does not allow their isolation.
 
     `sources` maps each `data_source` to the location of its rows, for error messages.
     """
@@ -37,7 +39,7 @@ def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
     where |= dict.fromkeys(config.extra_weights, "reward.extra_functions")
     scorers = [resolve_scorer(*item) for item in where.items()]
     if code in scorers:
-        warn_without_namespaces()
+        check_isolation(config.code.isolation)
     if JUDGE in where:
         check_judge(config.judge)
 
@@ -71,7 +73,8 @@ class RewardRunner:
         self.config, self.extra = config, config.extra_weights
         self._judge = Judge(config.judge) if config.judge.url else None
         names = (*((config.function,) if config.function else ()), *self.extra)
-        self._processes = Processes(config.processes, config.timeout_s, start, (names, config.memory_gb), "scorers")
+        settings = (names, config.memory_gb, config.code.isolation)
+        self._processes = Processes(config.processes, config.timeout_s, start, settings, "scorers")
         self._waiting: deque[_Item] = deque()
         self._chunks: deque[list[_Item]] = deque()
         self._in_flight: set[asyncio.Task[None]] = set()

@@ -11,6 +11,8 @@ from math import isfinite
 from numbers import Real
 from typing import Any, Literal, TextIO
 
+from rl_core.config.reward import Isolation
+from rl_core.rewards.programs import isolate
 from rl_core.rewards.scorers import Row, resolve_scorer
 from rl_core.runtime.process_pool import finished, prepare_process, writable
 
@@ -62,10 +64,11 @@ class Printed(io.TextIOBase):
         self._stream.flush()
 
 
-def start(names: tuple[str, ...], memory_gb: float) -> None:
-    """Prepares a scoring process: binds its life to its parent's, limits its memory and output, and imports the scorers
-    that apply to all rows."""
+def start(names: tuple[str, ...], memory_gb: float, isolation: Isolation) -> None:
+    """Prepares a scoring process: binds its life to its parent's, limits its memory and output, sets the isolation of
+    programs, and imports the scorers that apply to all rows."""
     prepare_process()
+    isolate(isolation)
     limit = int(memory_gb * 1024**3)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     sys.stdout, sys.stderr = Printed(sys.stdout), Printed(sys.stderr)

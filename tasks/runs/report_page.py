@@ -56,6 +56,7 @@ def run_page(store: Store, extra_facts: Mapping[str, Any]) -> str:
         "steps": step if step == config.trainer.steps else f"{step} of {config.trainer.steps}",
         "seconds": sum(record["metrics"]["time/step"] for record in records),
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created"])),
+        "programs": config.reward.code.risk,
         "config_hash": run["config_hash"],
         "data_hash": manifest["meta"]["data_hash"] if manifest else None,
         "config": [(key, value, origins[key]) for key, value in values.items() if key in origins],

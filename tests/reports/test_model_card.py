@@ -6,12 +6,14 @@ from typing import Any
 from huggingface_hub import ModelCard
 from support_registry import model_folder
 
+from rl_core.config.reward import CodeConfig
 from rl_core.reports.model_card import folder_hash, render_card, weights_hash
 from rl_core.storage.store import Store
 
 FACTS: dict[str, Any] = {
     "name": "sorter", "base": "/models/Base_Model", "step": 12, "recipe": "demo", "settings": {"trainer.steps": 12},
     "lineage": {"config hash": "c" * 64, "flow run": None}, "prompt_length": 16, "response_length": 8, "seed": 0,
+    "programs": "",
 }  # fmt: skip
 DATA: dict[str, Any] = {
     "train_rows": 1280, "val_rows": 32, "dropped": {"train": {"overlong": 3}, "val": {}}, "data_hash": "d" * 64,
@@ -55,6 +57,12 @@ def test_the_hub_reads_the_card_and_a_person_finds_what_counts() -> None:
 def test_what_is_not_known_is_left_out() -> None:
     text = render_card(FACTS, BEFORE, BEFORE, DATA, [])
     assert "No training steps." in text and "By source" not in text and "32 held-out prompts" in text
+
+
+def test_programs_without_isolation_are_named_among_the_limits() -> None:
+    text = render_card({**FACTS, "programs": CodeConfig(isolation="none").risk}, BEFORE, AFTER, DATA, RECORDS)
+    assert "\n- Programs written by the model are not isolated (reward.code.isolation=none): they can read" in text
+    assert "isolated" not in render_card({**FACTS, "programs": CodeConfig().risk}, BEFORE, AFTER, DATA, RECORDS)
 
 
 def test_texts_of_others_stay_texts() -> None:

@@ -1,10 +1,6 @@
 """Programs are scored by the row's tests, and reach little of the machine that runs them."""
 
 import json
-import logging
-import os
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,14 +9,10 @@ import psutil
 import pytest
 from support_scoring import scored
 
-from rl_core.config.schema import RewardConfig
-from rl_core.rewards import code as code_module
-from rl_core.rewards.code import code, last_block, warn_without_namespaces
-from rl_core.rewards.runner import check_scorers
+from rl_core.rewards.code import code, last_block
 
 ADD = "def add(a, b):\n    return a + b"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
-NAMESPACES = shutil.which("unshare") and subprocess.run(["unshare", "-Unpf", "true"]).returncode == 0
 
 
 def row(**truth: Any) -> dict[str, Any]:
@@ -81,9 +73,9 @@ def test_what_hangs_fails_its_tests_and_leaves_no_process() -> None:
     assert share(program, TESTS[0], "hang()", TESTS[1], timeout_s=1) == pytest.approx(1 / 3)
     assert time.monotonic() - start < 5
     deadline = time.monotonic() + 5
-    while NAMESPACES and sleepers() and time.monotonic() < deadline:  # the kernel ends them, in its time
+    while sleepers() and time.monotonic() < deadline:  # the kernel ends them, in its time
         time.sleep(0.05)
-    assert not NAMESPACES or not sleepers()
+    assert not sleepers()
 
 
 def sleepers() -> list[int]:
@@ -112,24 +104,3 @@ def test_it_has_neither_credentials_nor_input_nor_much_room(monkeypatch: pytest.
     assert share("", "x = bytearray(1 << 31)") == 0.0
     assert share("", "f = open('x', 'wb', 0); f.write(b'1' * 2000000); assert f.write(b'1')") == 0.0
     assert code(block("print('1' * 3000000)"), row(inputs=[""], outputs=["1" * 3000000]))["score"] == 0.0
-
-
-@pytest.mark.skipif(not NAMESPACES, reason="the kernel denies user namespaces")
-def test_it_reaches_neither_the_network_nor_other_processes() -> None:
-    pid = os.getpid()
-    loopback = "assert [line.split()[0] for line in open('/proc/thread-self/net/dev')][2:] == ['lo:']"
-    assert share("", loopback) == 1.0
-    assert share("import os", f"os.kill({pid}, 0)") == 0.0
-    assert share("", f"open('/proc/{pid}/environ').read()") == 0.0
-
-
-def test_a_kernel_without_namespaces_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(code_module, "_command", lambda *_: ["false"])
-    warn_without_namespaces.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            check_scorers(RewardConfig(), {"code": "row 1"})
-    assert len(caplog.records) == 1 and "can reach the network" in caplog.text
-    warn_without_namespaces.cache_clear()

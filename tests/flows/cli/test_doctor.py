@@ -16,6 +16,7 @@ from support_runs import make_run
 import flows.cli.doctor_checks as doctor
 from flows.cli.main import main
 from flows.server.service_file import Service, write_services
+from rl_core.rewards import programs
 from rl_core.runtime.process import Process
 from rl_core.storage.status import StatusWriter
 from tasks.runs import leftovers
@@ -53,7 +54,20 @@ def test_a_sound_machine_is_told_part_by_part(command: Command) -> None:
     assert code == 0, text
     for what in ("python", "torch", "vllm", "ray", "prefect", "mlflow", "transformers", "machine", "disk", "home"):
         assert said[what].startswith(("ok", "warning")), text
+    assert said["programs"] == "ok those written by the model are isolated in namespaces"
     assert said["leftovers"] == "ok none" and said["mlflow file"].startswith("ok sqlite")
+
+
+def test_a_recipe_with_programs_is_refused_where_they_cannot_be_isolated(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "PROBE", "print(False)")
+    programs.check_isolation.cache_clear()
+    code, said, _ = command("demo", "reward.function=code")
+    assert code == 2 and said["programs"].startswith("warning cannot be isolated: the limit of 64 processes")
+    assert said["recipe"].startswith("problem the limit of 64 processes does not bind this user")
+    code, said, _ = command("demo", "reward.function=code", "reward.code.isolation=none")
+    assert code == 0 and said["programs"].startswith("warning Programs written by the model are not isolated")
 
 
 def test_what_is_missing_is_a_problem_with_a_fix(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
