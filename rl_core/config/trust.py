@@ -1,6 +1,5 @@
 """Settings that name code, commands or receivers of secrets: a recipe may set them, a flow run's parameters may not."""
 
-
 from rl_core.config.compose import Composed, dotted_fields, settings
 from rl_core.config.learning import Trusted
 from rl_core.errors import InputError
