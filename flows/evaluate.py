@@ -7,7 +7,8 @@ from prefect import flow
 from pydantic import Field
 
 from flows.attempts import begin_attempt, retry_transient
-from rl_core.config.compose import compose, extend
+from flows.parameters import compose_parameters
+from rl_core.config.compose import extend
 from tasks.registry.registry import CHAMPION, Registry
 from tasks.tracking.tracker import default_tracking_uri
 
@@ -26,7 +27,7 @@ def evaluate(
         max_attempts: maximum number of starts of the flow run before it fails.
     """
     attempt = begin_attempt(max_attempts)
-    given = compose(recipe, overrides or [])
+    given = compose_parameters(recipe, overrides or [])
     config = given.config
     registry = Registry(config.tracking.uri or default_tracking_uri(attempt.home), config.registry.model_name)
     number = attempt.decide_once(config, lambda: {"version": registry.get(str(version)).version})["version"]

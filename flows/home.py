@@ -4,13 +4,15 @@ These libraries store everything below the home folder; their telemetry and rout
 """
 
 import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from flows.server.service_file import running_services
+from flows.server.service_file import SERVERS_SECRET, running_services
 from rl_core.credentials import CREDENTIALS_FIX, holds_credentials
 from rl_core.errors import InputError
+from rl_core.runtime.private import RAY_SECRET, private_folder, read_secret, secret_file
+from tasks.tracking.login import log_in
 
 if TYPE_CHECKING:
     from tasks.registry.registry import Registry
@@ -43,8 +45,8 @@ def home_folder() -> Path:
 def prepare_home(verbose: bool) -> Path:
     """Creates the home folder, sets the environment of the libraries, and returns the folder.
 
-    Raises InputError if the folder is not writable, and for addresses with credentials in `ADDRESSES`: libraries write
-    those to logs, error messages and databases.
+    Raises InputError if the folder is not writable or belongs to another user, and for addresses with credentials in
+    `ADDRESSES`: libraries write those to logs, error messages and databases.
     """
     home = home_folder()
     if found := [name for name in ADDRESSES if holds_credentials(os.environ.get(name, ""))]:
@@ -57,7 +59,6 @@ def prepare_home(verbose: bool) -> Path:
     from tasks.tracking.tracker import configure_mlflow
 
     try:
-        home.mkdir(parents=True, exist_ok=True)
         prepare_environment(home, verbose)
     except OSError as error:
         raise InputError(
@@ -88,7 +89,8 @@ def prepare_libraries() -> None:
 
 
 def prepare_environment(home: Path, verbose: bool = False) -> None:
-    """Sets the variables of a driver process, except those already set."""
+    """Creates the home folder with mode 0700 and sets the variables of a driver process, except those already set."""
+    private_folder(home)
     prepare_libraries()
     prefect = home / "prefect"
     defaults = {
@@ -108,22 +110,42 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    for name, service in running_services(home).items():
-        if variable := {"prefect": "PREFECT_API_URL", "mlflow": "MLFLOW_TRACKING_URI"}.get(name):
-            os.environ.setdefault(variable, service.address)
-    if "PREFECT_API_URL" not in os.environ:
-        # The run's own server is never restarted, so retrying for a minute is pointless.
-        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "3")
+    use_servers(home)
     if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(_ray_token(home))
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(secret_file(home, RAY_SECRET))
+    if "RAY_ADDRESS" not in os.environ:
+        # Ray's name for "no other machine may join": all its ports are opened on the loopback address only.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
-def _ray_token(home: Path) -> Path:
-    """The file with the shared secret of this home folder's Ray processes."""
-    token = home / "ray" / "token"
-    token.parent.mkdir(parents=True, exist_ok=True)
-    if not token.exists():
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-    return token
+def use_servers(home: Path) -> None:
+    """Sets the addresses of the home folder's running servers, except those already set, and logs in to them.
+
+    The secret goes to servers of this home folder only: to those of `rollforward up`, or to the one that Prefect starts
+    for a single run.
+    """
+    secret = read_secret(home, SERVERS_SECRET)
+    running = running_services(home)
+    if service := running.get("mlflow"):
+        os.environ.setdefault("MLFLOW_TRACKING_URI", service.address)
+        log_in(service.address, secret)
+    own = running["prefect"].address if "prefect" in running else None
+    api = os.environ.get("PREFECT_API_URL") or own
+    if api is None:
+        os.environ["PREFECT_SERVER_API_AUTH_STRING"] = os.environ["PREFECT_API_AUTH_STRING"] = secret
+        os.environ["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = "http://127.0.0.1"  # it serves no pages
+        # The run's own server is never restarted, so retrying for a minute is pointless.
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "3")
+        return
+    os.environ["PREFECT_API_URL"] = api
+    if own and _place(api) == _place(own):
+        os.environ["PREFECT_API_AUTH_STRING"] = secret
+    elif os.environ.get("PREFECT_API_AUTH_STRING") == secret:
+        del os.environ["PREFECT_API_AUTH_STRING"]
+
+
+def _place(url: str) -> tuple[str | None, int | None]:
+    """Host and port of a URL, with one name for the loopback address."""
+    parts = urlsplit(url)
+    return parts.hostname and parts.hostname.replace("localhost", "127.0.0.1"), parts.port

@@ -10,8 +10,8 @@ from prefect.states import Cancelled
 from pydantic import Field
 
 from flows.attempts import Attempt, begin_attempt, cancellation_requested, find_conflicting_training, retry_transient
-from flows.parameters import GateMode, Hours, gate_setting
-from rl_core.config.compose import Composed, compose
+from flows.parameters import GateMode, Hours, compose_parameters, gate_setting
+from rl_core.config.compose import Composed
 
 
 @flow(name="post-train", flow_run_name="{recipe}", persist_result=False)
@@ -34,7 +34,7 @@ def post_train(
     attempt = begin_attempt(max_attempts)
     if refusal := find_conflicting_training():
         return Cancelled(message=refusal)
-    composed = compose(recipe, [*(overrides or []), *gate_setting(gate_mode)])
+    composed = compose_parameters(recipe, [*(overrides or []), *gate_setting(gate_mode)])
     plan = attempt.decide_once(composed.config, lambda: {"stop_at": stop_time(max_hours)})
     return run_attempt(attempt, composed, run_name, plan["stop_at"])
 

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from flows.server.services import api_problem
+from flows.server.prefect_api import api_problem
 from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import cluster_problem, resolve_device

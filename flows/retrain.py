@@ -14,9 +14,9 @@ from prefect.states import Cancelled, Completed
 from pydantic import Field
 
 from flows.attempts import begin_attempt, find_conflicting_training, retry_transient
-from flows.parameters import GateMode, Hours, gate_setting
+from flows.parameters import GateMode, Hours, compose_parameters, gate_setting
 from flows.post_train import run_attempt, stop_time
-from rl_core.config.compose import compose, extend
+from rl_core.config.compose import extend
 from rl_core.config.schema import RunConfig
 from rl_core.data.identity import data_identity
 from rl_core.errors import InputError
@@ -56,7 +56,7 @@ def retrain(
     attempt = begin_attempt(max_attempts)
     if refusal := find_conflicting_training():
         return Cancelled(message=refusal)
-    given = compose(recipe, [*(overrides or []), *gate_setting(gate_mode)])
+    given = compose_parameters(recipe, [*(overrides or []), *gate_setting(gate_mode)])
     composed = extend(given, limit_overrides(given.config, as_of, max_steps))
     config = composed.config
     plan = attempt.decide_once(

@@ -1,10 +1,15 @@
 """Helpers shared by the command modules."""
 
 import argparse
+import shlex
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.home import open_registry
+from flows.server.service_file import SERVERS_SECRET
 from rl_core.config.compose import recipe_names
+from rl_core.runtime.private import read_secret, secret_file
 
 if TYPE_CHECKING:
     from tasks.registry.registry import Registry
@@ -38,3 +43,14 @@ def add_registry_options(sub: argparse.ArgumentParser) -> None:
 def registry_of(options: argparse.Namespace) -> "Registry":
     """The registered model selected by the options."""
     return open_registry(options.model, options.tracking_uri)
+
+
+def shown_secret(home: Path, user: str | None) -> str:
+    """What to type where a page of the home folder's servers asks for it; without a terminal, where it is kept."""
+    terminal = sys.stdout.isatty()
+    secret = read_secret(home, SERVERS_SECRET) if terminal else f"the output of: {_cat(home)}"
+    return f"user {user}, password {secret}" if user else f"password {secret}"
+
+
+def _cat(home: Path) -> str:
+    return shlex.join(["cat", str(secret_file(home, SERVERS_SECRET))])

@@ -14,8 +14,8 @@ import psutil
 from packaging.requirements import Requirement
 
 from flows.server.ports import check_port
+from flows.server.prefect_api import api_problem
 from flows.server.service_file import running_services
-from flows.server.services import api_problem
 from rl_core.config.compose import Composed
 from rl_core.config.reward import CodeConfig
 from rl_core.errors import InputError, RollforwardError

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.base import Commands, add_command, add_registry_options, registry_of
+from flows.cli.base import Commands, add_command, add_registry_options, registry_of, shown_secret
 from flows.home import home_folder, prepare_home
 from rl_core.console import Console, clean
 
@@ -183,11 +183,11 @@ def copy(options: argparse.Namespace, console: Console) -> None:
 def ui(options: argparse.Namespace, console: Console) -> None:
     """Replaces this process by an MLflow server on the home folder's database."""
     home = prepare_home(verbose=True)
+    from flows.server.apps import serve_command
     from flows.server.ports import check_port
-    from tasks.tracking.tracker import local_tracking_uri
+    from tasks.tracking.login import USER
 
     check_port(options.port)
     console.note(f"MLflow UI: http://127.0.0.1:{options.port}  (Ctrl-C to stop)")
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", local_tracking_uri(home)]
-    artifacts = ["--default-artifact-root", (home / "mlartifacts").as_uri()]
-    os.execv(sys.executable, [*command, *artifacts, "--host", "127.0.0.1", "--port", str(options.port)])
+    console.note(f"the browser asks for {shown_secret(home, USER)}")
+    os.execve(sys.executable, serve_command("mlflow", options.port), {**os.environ, "ROLLFORWARD_HOME": str(home)})

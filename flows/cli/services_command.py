@@ -4,9 +4,12 @@ import argparse
 import os
 from pathlib import Path
 
-from flows.cli.base import Commands, add_command
-from flows.home import prepare_home
+from flows.cli.base import Commands, add_command, shown_secret
+from flows.home import prepare_home, use_servers
+from flows.server.service_file import SERVERS_SECRET
 from rl_core.console import Console
+from rl_core.runtime.private import secret_file
+from tasks.tracking.login import USER
 
 
 def register(commands: Commands) -> None:
@@ -40,9 +43,13 @@ def up(options: argparse.Namespace, console: Console) -> None:
     console.table(services.service_rows(running), f"Services of {home}" + ("" if started else " (already running)"))
     console.table(
         [
-            ("for `prefect`", f"export PREFECT_API_URL={running['prefect'].address}"),
-            ("Prefect UI", running["prefect"].address.removesuffix("/api")),
-            ("MLflow UI", running["mlflow"].address),
+            (
+                "for `prefect`",
+                f"export PREFECT_API_URL={running['prefect'].address}\n"
+                f"export PREFECT_API_AUTH_STRING=$(cat {secret_file(home, SERVERS_SECRET)})",
+            ),
+            ("Prefect UI", f"{running['prefect'].address.removesuffix('/api')}\n{shown_secret(home, None)}"),
+            ("MLflow UI", f"{running['mlflow'].address}\n{shown_secret(home, USER)}"),
             ("deployments", "rollforward deploy"),
             ("stop all", "rollforward down"),
         ],
@@ -61,10 +68,11 @@ def down(options: argparse.Namespace, console: Console) -> None:
 
 def deploy(options: argparse.Namespace, console: Console) -> None:
     """Applies the files of the folder `deployments`."""
-    prepare_home(verbose=True)
+    home = prepare_home(verbose=True)
     from flows.server.services import find_server
 
     os.environ["PREFECT_API_URL"] = api = find_server(options.server)
+    use_servers(home)
     from flows.server.deploy import deploy as apply
 
     console.table(apply(options.file), f"Deployed to {api}")

@@ -11,15 +11,15 @@ import httpx
 import yaml
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.deployments.runner import DeploymentApplyError, EntrypointType, RunnerDeployment
 from prefect.events import AutomationCore, DeploymentEventTrigger
-from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.flows import Flow, load_flow_from_entrypoint
 from prefect.runner.storage import LocalStorage
 from prefect.schedules import Schedule
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from flows.server.pool import apply_pool
 from rl_core.errors import InputError, TransientError
 
 Form = TypeVar("Form")
@@ -50,10 +50,9 @@ class ScheduleSpec(Part):
 
 
 class PoolSpec(Part):
-    """The work pool of a deployment, and its job variables."""
+    """The work pool of a deployment."""
 
     name: str
-    job_variables: dict[str, Any] = {}
 
 
 class DeploymentSpec(Part):
@@ -88,7 +87,7 @@ def deploy(file: Path | None) -> list[tuple[str, str]]:
     try:
         with get_client(sync_client=True) as client:
             for pool in dict.fromkeys(spec.work_pool.name for spec in specs):
-                rows.append((f"work pool {pool}", _apply_pool(client, pool)))
+                rows.append((f"work pool {pool}", apply_pool(client, pool)))
             for spec in specs:
                 name, outcome, triggers = _apply_deployment(client, spec)
                 rows.append((f"deployment {name}", outcome))
@@ -137,14 +136,6 @@ def _read(file: Path, form: TypeAdapter[Form]) -> Form:
         ) from error
 
 
-def _apply_pool(client: SyncPrefectClient, name: str) -> str:
-    try:
-        client.create_work_pool(WorkPoolCreate(name=name, type="process"))
-    except ObjectAlreadyExists:
-        return "unchanged"
-    return "created"
-
-
 def _apply_deployment(client: SyncPrefectClient, spec: DeploymentSpec) -> tuple[str, str, list[AutomationCore]]:
     """The deployment's name, `created` or `updated` with its schedules, and the automations for its triggers."""
     found = _load(spec)
@@ -160,7 +151,6 @@ def _apply_deployment(client: SyncPrefectClient, spec: DeploymentSpec) -> tuple[
         spec.name,
         description=spec.description,
         work_pool_name=spec.work_pool.name,
-        job_variables=spec.work_pool.job_variables,
         parameters=spec.parameters,
         schedules=schedules,
         entrypoint_type=EntrypointType.MODULE_PATH,

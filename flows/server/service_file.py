@@ -7,6 +7,8 @@ from pathlib import Path
 from rl_core.runtime.process import Process
 
 SERVICES = "services.json"
+SERVERS_SECRET = "servers"
+"""Name of the secret that the servers of a home folder require."""
 
 
 @dataclass(frozen=True)

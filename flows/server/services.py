@@ -1,9 +1,7 @@
 """Runs a Prefect server, its worker and an MLflow server in the background of this machine."""
 
-import json
 import os
 import signal
-import ssl
 import subprocess
 import sys
 import time
@@ -12,20 +10,19 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import psutil
 
+from flows.server.apps import serve_command
 from flows.server.ports import check_port
-from flows.server.service_file import Service, recorded_services, running_services, write_services
+from flows.server.prefect_api import PrefectApi, api_problem, basic_login
+from flows.server.service_file import SERVERS_SECRET, Service, recorded_services, running_services, write_services
 from rl_core.errors import InputError, TransientError
 from rl_core.runtime.guardian import is_guardian
+from rl_core.runtime.private import read_secret
 from rl_core.runtime.process import Process
-from tasks.tracking.tracker import local_tracking_uri
 
 POOL = "rollforward"
 MARK = "ROLLFORWARD_SERVICES"
@@ -69,23 +66,26 @@ def up(
     mlflow = address("mlflow", mlflow_port, 5000)
     api = address("prefect", prefect_port, 4200).removesuffix("/api") + "/api"
     own_name = f"rollforward-{uuid.uuid4().hex[:8]}"  # unique: the server lists a dead worker as online for 90 s
-    commands = {
-        "prefect": (["prefect", "server", "start", *_listen(api)], api),
-        "mlflow": (["mlflow", "server", *_stores(home), *_listen(mlflow)], mlflow),
-        "worker": (["prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", own_name], ""),
-    }
+    secret = read_secret(home, SERVERS_SECRET)
+    server = PrefectApi(api, secret)
+    worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     # A shell that starts this in the background makes it ignore SIGINT, with which Prefect's worker stops itself.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for name in ("prefect", "mlflow"):
             if name not in before:
-                services[name] = _start(home, name, *commands[name], _environment(home, api, mlflow, name))
+                at = {"prefect": api, "mlflow": mlflow}[name]
+                command = serve_command(name, urlsplit(at).port or 0)
+                services[name] = _start(home, name, command, at, _environment(server, mlflow, home, name))
         for name in ("prefect", "mlflow"):
-            _wait(name, services[name], partial(_is_healthy, f"{services[name].address}/health"))
+            _wait(name, services[name], partial(_is_healthy, f"{services[name].address}/health", secret))
             report(f"{name} is ready at {services[name].address}")
         if "worker" not in before:
-            services["worker"] = _start(home, "worker", *commands["worker"], _environment(home, api, mlflow, "worker"))
-        _wait("worker", services["worker"], partial(_worker_online, api, own_name if "worker" not in before else None))
+            _prepare_pool(server)
+            environment = _environment(server, mlflow, home, "worker")
+            services["worker"] = _start(home, "worker", [*worker, "--name", own_name], "", environment)
+        known = None if "worker" in before else own_name
+        _wait("worker", services["worker"], partial(_worker_online, server, known))
         report("worker is ready")
     except BaseException:
         stop_processes([service.process for name, service in services.items() if name not in before])
@@ -102,7 +102,8 @@ def down(home: Path, report: Callable[[str], None]) -> list[str]:
     services = running_services(home)
     stopped = []
     if {"prefect", "worker"} <= services.keys():
-        stopped = [f"flow run {name}, cancelled" for name in _cancel_runs(services["prefect"].address, report)]
+        server = PrefectApi(services["prefect"].address, read_secret(home, SERVERS_SECRET))
+        stopped = [f"flow run {name}, cancelled" for name in _cancel_runs(server, report)]
     # The worker first: it would start further runs, and it reports the last states to the server.
     for name in sorted(services, key=["worker", "mlflow", "prefect"].index):
         stop_processes([services[name].process])
@@ -149,14 +150,6 @@ def stop_processes(processes: list[Process]) -> None:
         raise TransientError(f"processes do not end: {', '.join(str(process.pid) for process in alive)}")
 
 
-def request_json(url: str, body: Mapping[str, Any] | None = None, timeout: float = 10.0) -> Any:
-    """JSON answer of a server to a GET, or to a POST of `body`. Raises OSError on failure."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return json.loads(answer.read())
-
-
 def _stop_leftovers(home: Path, service: Service) -> None:
     """Stops remaining processes of a dead service, which may hold its port."""
     rest = []
@@ -172,33 +165,34 @@ def _address(port: int, option: str) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _listen(address: str) -> list[str]:
-    host = address.removeprefix("http://").partition("/")[0]
-    return ["--host", host.partition(":")[0], "--port", host.partition(":")[2]]
-
-
-def _stores(home: Path) -> list[str]:
-    """Options for the database and the artifact folder that runs without a server also use."""
-    artifacts = (home / "mlartifacts").as_uri()
-    return ["--backend-store-uri", local_tracking_uri(home), "--default-artifact-root", artifacts, "--workers", "1"]
-
-
-def _environment(home: Path, api: str, mlflow: str, name: str) -> dict[str, str]:
-    """The environment of a service; flow runs inherit the worker's."""
-    added = {"ROLLFORWARD_HOME": str(home), MARK: str(home), "PREFECT_SERVER_UI_API_URL": api}
+def _environment(server: PrefectApi, mlflow: str, home: Path, name: str) -> dict[str, str]:
+    """The environment of a service; flow runs inherit the worker's. MLflow's server reads the secret from its file."""
+    logins = {"PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "MLFLOW_TRACKING_URI"}
+    own = {key: value for key, value in os.environ.items() if key not in logins}
+    added = {"ROLLFORWARD_HOME": str(home), MARK: str(home)}
+    if name == "prefect":
+        page = server.url.removesuffix("/api")
+        added |= {
+            "PREFECT_SERVER_API_AUTH_STRING": server.secret,
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{page},{page.replace('127.0.0.1', 'localhost')}",
+            "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+            "PREFECT_SERVER_UI_API_URL": server.url,
+        }
     if name == "worker":
-        added |= {"PREFECT_API_URL": api, "MLFLOW_TRACKING_URI": mlflow}
-    own = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")}
+        added |= {
+            "PREFECT_API_URL": server.url,
+            "PREFECT_API_AUTH_STRING": server.secret,
+            "MLFLOW_TRACKING_URI": mlflow,
+        }
     return {**own, **SETTINGS, **added}
 
 
-def _start(home: Path, name: str, module: list[str], address: str, environment: dict[str, str]) -> Service:
+def _start(home: Path, name: str, command: list[str], address: str, environment: dict[str, str]) -> Service:
     log = home / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", *module],
-            env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     return Service(Process.of(process.pid), address, str(log))
 
@@ -212,36 +206,48 @@ def _wait(name: str, service: Service, ready: Callable[[], bool]) -> None:
         time.sleep(0.3)
 
 
-def _is_healthy(url: str) -> bool:
+def _is_healthy(url: str, secret: str) -> bool:
+    request = urllib.request.Request(url, headers={"Authorization": basic_login(secret)})
     try:
-        with urllib.request.urlopen(url, timeout=3) as answer:
+        with urllib.request.urlopen(request, timeout=3) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
 
 
-def _worker_online(api: str, name: str | None) -> bool:
+def _prepare_pool(server: PrefectApi) -> None:
+    """Creates or updates the pool before a worker takes flow runs from it."""
+    os.environ |= {"PREFECT_API_URL": server.url, "PREFECT_API_AUTH_STRING": server.secret}
+    from prefect import get_client
+
+    from flows.server.pool import apply_pool
+
+    with get_client(sync_client=True) as client:
+        apply_pool(client, POOL)
+
+
+def _worker_online(server: PrefectApi, name: str | None) -> bool:
     """Whether the worker of this name, or any worker if None, is online."""
     try:
-        workers = request_json(f"{api}/work_pools/{POOL}/workers/filter", {})
-    except OSError:  # the pool does not exist until the worker creates it
+        workers = server.post(f"/work_pools/{POOL}/workers/filter", {})
+    except OSError:
         return False
     return any(worker["status"] == "ONLINE" and name in (None, worker["name"]) for worker in workers)
 
 
-def _cancel_runs(api: str, report: Callable[[str], None]) -> list[str]:
+def _cancel_runs(server: PrefectApi, report: Callable[[str], None]) -> list[str]:
     """Cancels running and pending flow runs of the pool and waits for their end; returns their names."""
     active = {
         "flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}},
         "work_pools": {"name": {"any_": [POOL]}},
     }
     try:
-        runs = request_json(f"{api}/flow_runs/filter", active)
+        runs = server.post("/flow_runs/filter", active)
         for run in runs:
             report(f"cancelling flow run {run['name']}; its committed steps are kept")
-            request_json(f"{api}/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
+            server.post(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
         start = time.monotonic()
-        while request_json(f"{api}/flow_runs/filter", active) and time.monotonic() - start < CANCEL_S:
+        while server.post("/flow_runs/filter", active) and time.monotonic() - start < CANCEL_S:
             time.sleep(0.5)
     except OSError as error:
         report(f"the Prefect server does not answer ({error}); flow runs end with their worker")
@@ -273,18 +279,3 @@ def find_server(address: str | None) -> str:
             expected="a reachable Prefect server", seen=problem, where=api, fix="start it, or correct --server"
         )
     return api
-
-
-def api_problem(api: str) -> str | None:
-    """An error message if no Prefect server answers at the URL, else None.
-
-    A server that requires a login or whose certificate is not trusted counts as answering; Prefect's client handles
-    both.
-    """
-    try:
-        request_json(f"{api.rstrip('/')}/health")
-    except (OSError, ValueError, HTTPException) as error:
-        answers = isinstance(error, HTTPError) and error.code in (401, 403, 407)
-        answers = answers or isinstance(getattr(error, "reason", None), ssl.SSLError)
-        return None if answers else str(error) or type(error).__name__
-    return None

@@ -4,11 +4,11 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-import ray
 import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from rl_core.cluster.network import node_address, open_store, restrict_collectives
 from rl_core.config.schema import RunConfig
 from rl_core.models.load import load_tokenizer
 from rl_core.rewards.runner import RewardRunner
@@ -31,13 +31,14 @@ class Worker:
 
     def rendezvous(self) -> tuple[str, int]:
         """Opens the rendezvous store of all ranks on a free port of rank 0; returns its host and port."""
-        host = ray.util.get_node_ip_address()
-        self._rendezvous_store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        host = node_address()
+        self._rendezvous_store = open_store(host)
         return host, self._rendezvous_store.port
 
     def join(self, host: str, port: int) -> None:
         """Joins the process group; returns once all ranks have joined."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        restrict_collectives(node_address())
         # vLLM reads these when it joins an existing process group.
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         on_gpu = torch.cuda.is_available() and self.config.trainer.device != "cpu"

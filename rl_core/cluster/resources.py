@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 
 from rl_core.config.schema import RunConfig, TrainerConfig
 from rl_core.errors import InputError, TransientError
+from rl_core.runtime.private import private_folder
 
 LONGEST_RAY_FOLDER = 40
 """Maximum path length: Unix sockets are limited to 107 characters, and Ray appends about 65."""
@@ -114,17 +116,27 @@ def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {}
     if not address:
-        folder = home / "ray"
-        folder.mkdir(parents=True, exist_ok=True)
-        options = {"num_cpus": max(os.cpu_count() or 1, world_size), "include_dashboard": False}
-        if len(str(folder)) <= LONGEST_RAY_FOLDER:
-            options["_temp_dir"] = str(folder)
+        options = {
+            "num_cpus": max(os.cpu_count() or 1, world_size),
+            "include_dashboard": False,
+            "_temp_dir": str(_ray_folder(home)),
+        }
     options |= {"log_to_driver": verbose, "logging_level": logging.INFO if verbose else logging.ERROR}
     try:
         _start(address or "local", options)
         yield
     finally:
         ray.shutdown()
+
+
+def _ray_folder(home: Path) -> Path:
+    """The folder of Ray's sockets and logs, which Ray opens to all users: it lies in a folder that only this user can
+    enter."""
+    folder = home / "ray"
+    if len(str(folder)) > LONGEST_RAY_FOLDER:
+        folder = private_folder(Path(tempfile.gettempdir()) / f"rollforward-{os.geteuid()}") / "ray"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def cluster_problem(address: str) -> str | None:

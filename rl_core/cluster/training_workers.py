@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.base_worker import Worker, collective_timeout, sampling_of, start_responders, start_scoring
 from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.network import node_address
 from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto, Metrics
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
@@ -170,7 +171,7 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(Dispatch.RANK_ZERO)
     def free_port(self) -> tuple[str, int]:
         """This machine's address, and a free port."""
-        host = ray.util.get_node_ip_address()
+        host = node_address()
         with socket.socket() as listener:
             listener.bind((host, 0))
             return host, listener.getsockname()[1]

@@ -117,7 +117,9 @@ def _composed(values: dict[str, _Value], overrides: Sequence[str], recipe: str) 
     problems: list[InputError] = []
     values = values | _override_values(overrides, problems)
     config = _validated(values, f"recipe {recipe} and its overrides", problems)
-    return Composed(config, {key: values[key].origin if key in values else "default" for key in _fields()}, recipe)
+    return Composed(
+        config, {key: values[key].origin if key in values else "default" for key in dotted_fields()}, recipe
+    )
 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -194,7 +196,7 @@ def _override_values(overrides: Sequence[str], problems: list[InputError]) -> di
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
-            problems.append(missing_equals(text, _fields()))
+            problems.append(missing_equals(text, dotted_fields()))
             continue
         try:
             values |= _leaves({key.strip(): _load(value)}, "override")
@@ -203,12 +205,12 @@ def _override_values(overrides: Sequence[str], problems: list[InputError]) -> di
     return values
 
 
-def _fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
+def dotted_fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, FieldInfo]:
     """All fields of the schema by dotted key."""
     fields: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            fields |= _fields(field.annotation, f"{prefix}{name}.")
+            fields |= dotted_fields(field.annotation, f"{prefix}{name}.")
         else:
             fields[prefix + name] = field
     return fields
@@ -228,7 +230,7 @@ def _leaves(tree: Mapping[Any, Any], origin: str, prefix: str = "") -> dict[str,
 
 def _validated(values: Mapping[str, _Value], where: str, problems: list[InputError]) -> RunConfig:
     """The config of dotted values; raises `problems` and all further ones as one error."""
-    fields = _fields()
+    fields = dotted_fields()
     tree: dict[str, Any] = {}
     with_credentials = [key for key, leaf in values.items() if _holds_credentials(key, leaf.value)]
     problems += [credentials(key, values[key].origin) for key in with_credentials]
@@ -277,7 +279,11 @@ def _located(key: str, inside: tuple[int | str, ...], leaf: _Value, fields: Fiel
     if part is None or len(inside) < 2:
         return key, leaf, fields
     entry, name = inside[:2]
-    return f"{key}[{entry}].{name}", _Value(leaf.value[entry][name], leaf.origin), _fields(part, f"{key}[{entry}].")
+    return (
+        f"{key}[{entry}].{name}",
+        _Value(leaf.value[entry][name], leaf.origin),
+        dotted_fields(part, f"{key}[{entry}]."),
+    )
 
 
 def _recipe_values(recipe: str, folder: Path, parents: tuple[Path, ...]) -> dict[str, _Value]:

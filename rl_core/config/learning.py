@@ -1,6 +1,8 @@
 """Settings of the learning algorithm: optimizers, losses, advantages and off-policy corrections."""
 
-from typing import Literal
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -9,6 +11,26 @@ GROUP_ESTIMATORS = (
     "grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline",
     "gdpo",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """Mark of a setting whose values may name code, a command or a receiver of secrets, or end a protection
+    (rl_core/config/trust.py)."""
+
+    pattern: str
+    """Regular expression found in such values only."""
+
+    def covers(self, value: Any) -> bool:
+        """Whether the value, or an entry of a list, is such a value."""
+        entries = value if isinstance(value, list) else [value]
+        return any(isinstance(entry, str) and re.search(self.pattern, entry) for entry in entries)
+
+
+CODE = Trusted(":")
+"""`package.module:name` is imported; names without a colon are those of the library."""
+ALWAYS = Trusted("")
+"""Any value: a command line, a server, or a variable whose value is sent."""
 
 
 class Section(BaseModel):
@@ -55,7 +77,7 @@ class ActorConfig(Section):
     """Upper clipping range (DAPO's clip-higher); unset: `clip_ratio`."""
     clip_ratio_c: float = Field(3.0, gt=1)
     """Dual-clip bound on the ratio of tokens with negative advantage."""
-    policy_loss: str = "vanilla"
+    policy_loss: Annotated[str, CODE] = "vanilla"
     """Name of a policy loss (docs/algorithms.md) or a custom `package.module:function`."""
     loss_agg_mode: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
@@ -102,7 +124,7 @@ class CriticConfig(Section):
 class AlgorithmConfig(Section):
     """Computation of advantages from rewards."""
 
-    estimator: str = "grpo"
+    estimator: Annotated[str, CODE] = "grpo"
     """Name of an advantage estimator (docs/algorithms.md) or a custom `package.module:function`; gae trains a
     critic."""
     gamma: float = Field(1.0, ge=0, le=1)

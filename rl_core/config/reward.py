@@ -1,11 +1,11 @@
 """Settings of scoring: scorers, reward model, judge, deadlines and the limit on failures."""
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config.learning import Section
+from rl_core.config.learning import ALWAYS, CODE, Section, Trusted
 
 Isolation = Literal["namespaces", "none"]
 
@@ -27,11 +27,11 @@ class RewardModelConfig(Section):
 class JudgeConfig(Section):
     """A language model behind an OpenAI-compatible server that scores the rows whose scorer is `judge`."""
 
-    url: str | None = None
+    url: Annotated[str | None, ALWAYS] = None
     """URL of the server, as in http://127.0.0.1:8000/v1; unset: no judge."""
     model: str = ""
     """Name of the model on the server."""
-    key_env: str | None = None
+    key_env: Annotated[str | None, ALWAYS] = None
     """Name, in capitals, of the environment variable that holds the API key; unset sends none."""
     prompt: str = (
         "Question:\n{prompt}\n\nReference answer:\n{ground_truth}\n\nAnswer to judge:\n{response}\n\n"
@@ -75,7 +75,7 @@ class JudgeConfig(Section):
 class CodeConfig(Section):
     """How programs written by the policy are run by scorer `code`."""
 
-    isolation: Isolation = "namespaces"
+    isolation: Annotated[Isolation, Trusted("^none$")] = "namespaces"
     """`namespaces` locks each program into namespaces of its own, and refuses the run where the kernel does not allow
     them; `none` runs programs with all rights of the run's user to files, network and processes (docs/rewards.md)."""
 
@@ -93,11 +93,11 @@ class CodeConfig(Section):
 class RewardConfig(Section):
     """Scorers, their deadline and the limit on failures."""
 
-    function: str | None = None
+    function: Annotated[str | None, CODE] = None
     """Scorer for all rows: a name from rl_core/rewards/scorers.py or `package.module:function`; unset selects the
     scorer by each row's `data_source`; `none` scores 0. It returns a number, or a dict with `score` and additional
     named rewards."""
-    extra_functions: tuple[str, ...] = ()
+    extra_functions: Annotated[tuple[str, ...], CODE] = ()
     """Additional scorers as NAME=WEIGHT: WEIGHT × score is added to the scorer's. The unweighted score is a named
     reward, under NAME or the function's name. If any of them fails, the response has no score."""
     model: RewardModelConfig = RewardModelConfig()

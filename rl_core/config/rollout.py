@@ -1,10 +1,10 @@
 """Settings of rollouts: sampling, the rollout engine and its placement, tools and environments."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_core.config.learning import Section
+from rl_core.config.learning import ALWAYS, CODE, Section
 
 
 class RolloutConfig(Section):
@@ -48,13 +48,13 @@ class RolloutConfig(Section):
 class AgentConfig(Section):
     """Multi-turn conversations; without tools and environment there is a single turn."""
 
-    tools: tuple[str, ...] = ()
+    tools: Annotated[tuple[str, ...], CODE] = ()
     """Tools that the policy may call: names from rl_core/rollout/tools or a custom `package.module:name`."""
-    mcp_servers: tuple[str, ...] = ()
+    mcp_servers: Annotated[tuple[str, ...], ALWAYS] = ()
     """MCP servers whose tools the policy may call: a URL or a command line each."""
     parser: Literal["hermes", "qwen3_coder", "llama3", "mistral", "pythonic"] = "hermes"
     """Format in which the model writes tool calls (docs/tools.md)."""
-    environment: str | None = None
+    environment: Annotated[str | None, CODE] = None
     """`package.module:Class` that responds to turns without tool calls: a simulated user, a game, a judge."""
     max_turns: int = Field(8, ge=1)
     """Maximum policy turns per conversation."""

@@ -4,13 +4,14 @@ Importable without torch or Ray, so a config can be validated quickly on any mac
 """
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rl_core.config.data import DataConfig, SourceConfig
 from rl_core.config.gate import EvaluationConfig, GateConfig, gate_checks
 from rl_core.config.learning import (
+    ALWAYS,
     GROUP_ESTIMATORS,
     ActorConfig,
     AlgorithmConfig,
@@ -119,7 +120,7 @@ class RegistryConfig(Section):
 
 
 class TrackingConfig(Section):
-    uri: str | None = None
+    uri: Annotated[str | None, ALWAYS] = None
     """URI of the MLflow tracking server; unset: a SQLite file in the home folder."""
     experiment: str = "rollforward"
     """Name of the MLflow experiment."""

@@ -10,6 +10,7 @@ from typing import Literal
 import psutil
 
 from rl_core.rollout.engine.shared_memory import ADAPTER_PREFIX, SHARED_MEMORY, VLLM_PATTERN
+from rl_core.runtime.private import RAY_SECRET, SECRETS
 from rl_core.storage.run_files import MANIFEST
 from rl_core.storage.status import read_status
 from rl_core.storage.store import Store
@@ -72,7 +73,7 @@ def _orphaned_locks(held: dict[str, int]) -> Iterator[Finding]:
 
 
 def _ray_processes(home: Path) -> Iterator[Finding]:
-    token = str(home / "ray" / "token")
+    token = str(home / SECRETS / RAY_SECRET)
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):
         command = " ".join(process.info["cmdline"] or [])

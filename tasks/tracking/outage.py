@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rl_core.errors import RollforwardError, TransientError
+from tasks.tracking.login import register_login
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ def server_problem(uri: str) -> str | None:
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
+    register_login()
     try:
         answer = http_request(
             get_default_host_creds(uri.rstrip("/")), "/health", "GET",

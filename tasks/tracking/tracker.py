@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.credentials import CREDENTIALS_FIX, holds_credentials
 from rl_core.errors import InputError, RollforwardError, TransientError
+from tasks.tracking.login import register_login
 from tasks.tracking.outage import LOCKED, OutageGuard, server_problem, short_timeouts, sqlite_problem
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def mlflow_client(uri: str) -> "MlflowClient":
     """A client with tracking server and registry at `uri`, independent of MLflow's global settings."""
     from mlflow import MlflowClient
 
+    register_login()
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 

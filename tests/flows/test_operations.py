@@ -17,18 +17,26 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import psutil
 import pytest
 import yaml
+from support_attacks import EVIL, answer, attacks, family, is_loopback, listening
 from support_flows import Result, environment, rollforward
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Origin, Subprotocol
 
 from flows.server.deploy import DEPLOYMENTS
 from flows.server.ports import check_port
+from flows.server.prefect_api import PrefectApi, basic_login
 from flows.server.service_file import running_services
-from flows.server.services import request_json, service_processes
+from flows.server.services import service_processes
+from rl_core.runtime.private import read_secret
 from rl_core.runtime.process import Process
 from rl_core.storage.run_files import step_name
+from tasks.tracking.login import log_in
 
 TINY = [
     "data.train_batch_size=8",
@@ -54,10 +62,15 @@ class Place:
     api: str
     mlflow: str
 
+    @property
+    def server(self) -> PrefectApi:
+        return PrefectApi(self.api, read_secret(self.home, "servers"))
+
     def prefect(self, *arguments: str) -> Result:
         """Runs Prefect's command."""
         start = time.monotonic()
-        added = {"PREFECT_API_URL": self.api, "PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
+        added = {"PREFECT_API_URL": self.api, "PREFECT_API_AUTH_STRING": self.server.secret}
+        added |= {"PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
         done = subprocess.run(
             [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
             env=environment(self.home) | added,
@@ -76,21 +89,21 @@ class Place:
         return done, self.flow_run(number) if number else {}
 
     def flow_run(self, number: str) -> dict[str, Any]:
-        run: dict[str, Any] = request_json(f"{self.api}/flow_runs/{number}")
+        run: dict[str, Any] = self.server.get(f"/flow_runs/{number}")
         return run
 
     def last_run(self, deployment: str) -> dict[str, Any]:
         """The newest flow run of a deployment that has started; empty when there is none."""
         started = {"flow_runs": {"start_time": {"is_null_": False}}, "deployments": {"name": {"any_": [deployment]}}}
-        runs: list[dict[str, Any]] = request_json(
-            f"{self.api}/flow_runs/filter", {**started, "sort": "START_TIME_DESC", "limit": 1}
+        runs: list[dict[str, Any]] = self.server.post(
+            "/flow_runs/filter", {**started, "sort": "START_TIME_DESC", "limit": 1}
         )
         return runs[0] if runs else {}
 
     def active_runs(self) -> list[dict[str, Any]]:
         """Flow runs that are due, or that a worker has taken."""
         states = {"state": {"type": {"any_": ["SCHEDULED", "PENDING", "RUNNING"]}}}
-        runs: list[dict[str, Any]] = request_json(f"{self.api}/flow_runs/filter", {"flow_runs": states})
+        runs: list[dict[str, Any]] = self.server.post("/flow_runs/filter", {"flow_runs": states})
         return runs
 
     def wait(self, number: str, state: str, seconds: float = 300) -> dict[str, Any]:
@@ -142,7 +155,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     home, prefect, mlflow = tmp_path_factory.mktemp("ops"), free_port(), free_port()
     done = rollforward(home, "up", "--prefect-port", str(prefect), "--mlflow-port", str(mlflow))
     assert done.code == 0, done.output
-    yield Place(home, f"http://127.0.0.1:{prefect}/api", f"http://127.0.0.1:{mlflow}")
+    place = Place(home, f"http://127.0.0.1:{prefect}/api", f"http://127.0.0.1:{mlflow}")
+    log_in(place.mlflow, place.server.secret)
+    assert place.server.secret not in done.output
+    yield place
     rollforward(home, "down")
 
 
@@ -170,6 +186,49 @@ def test_a_service_that_died_comes_back_where_the_others_look_for_it(place: Plac
     process.wait(10)
     assert rollforward(place.home, "up").code == 0
     assert running_services(place.home)["mlflow"].address == place.mlflow
+
+
+def test_other_pages_hosts_and_users_get_no_answer_of_the_servers(place: Place, first: dict[str, Any]) -> None:
+    deployment = place.server.get("/deployments/name/post-train/post-train")["id"]
+    requests: list[tuple[str, Any]] = [
+        (f"{place.api}/deployments/filter", {}),
+        (f"{place.api}/deployments/{deployment}/create_flow_run", {"parameters": {"recipe": "demo"}}),
+        (f"{place.api}/flow_runs/{first['id']}", None),
+        (f"{place.mlflow}/", None),
+        (f"{place.mlflow}/health", None),
+        (f"{place.mlflow}/api/2.0/mlflow/experiments/search?max_results=1", None),
+        (f"{place.mlflow}/api/2.0/mlflow/experiments/create", {"name": "planted"}),
+        (f"{place.mlflow}/ajax-api/3.0/mlflow/assistant/config", None),
+    ]
+    before = len(place.active_runs())
+    for what, headers in attacks(place.server.secret):
+        for url, body in requests:
+            assert answer(url, headers, body) in (401, 403), (what, url)
+            assert answer(url, headers, method="OPTIONS") in (401, 403), (what, url)
+    for url, body in requests[:2]:  # with the secret alone, as a form of another site could send it
+        assert answer(url, {"Authorization": basic_login(place.server.secret)}, body) == 403
+    own = {"Origin": place.mlflow, "Authorization": basic_login(f"rollforward:{place.server.secret}")}
+    assert answer(requests[3][0], own) == answer(requests[5][0], own) == 200
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(f"{place.api.replace('http', 'ws')}/events/in", origin=Origin(EVIL))
+    with connect(f"{place.api.replace('http', 'ws')}/events/in", subprotocols=[Subprotocol("prefect")]) as stranger:
+        stranger.send(json.dumps({"type": "auth", "token": "guessed"}))
+        with pytest.raises(ConnectionClosed):
+            stranger.recv(timeout=30)
+    assert len(place.active_runs()) == before
+
+
+def test_a_flow_run_cannot_bring_its_own_command(place: Place, first: dict[str, Any]) -> None:
+    """Neither as a job variable of the worker, nor by a setting."""
+    deployment = place.server.get("/deployments/name/evaluate/evaluate")["id"]
+    planted, command = place.home / "planted", f"touch {place.home}/planted"
+    for variables in ({"command": command}, {"env": {"PYTHONSTARTUP": "x"}}, {"working_dir": "/"}, {"env.A": "x"}):
+        with pytest.raises(HTTPError, match="422"):
+            place.server.post(f"/deployments/{deployment}/create_flow_run", {"job_variables": variables})
+    settings = {"recipe": "demo", "overrides": [f"agent.mcp_servers={json.dumps([command])}"]}
+    run = place.server.post(f"/deployments/{deployment}/create_flow_run", {"parameters": settings})
+    failed = place.wait(run["id"], "FAILED")
+    assert "overrides that name no code" in failed["state"]["message"] and not planted.exists()
 
 
 def test_an_overlapping_training_is_refused_by_name(place: Place, first: dict[str, Any]) -> None:
@@ -238,7 +297,7 @@ def test_a_schedule_finds_nothing_to_do(place: Place, first: dict[str, Any]) -> 
     until(lambda: place.last_run("retrain-nightly")["id"] != before, 120, place.log)
     run = place.wait(place.last_run("retrain-nightly")["id"], "COMPLETED")
     assert run["auto_scheduled"] and "nothing to do" in run["state"]["message"]
-    for schedule in request_json(f"{place.api}/deployments/name/retrain/retrain-nightly")["schedules"]:
+    for schedule in place.server.get("/deployments/name/retrain/retrain-nightly")["schedules"]:
         paused = place.prefect("deployment", "schedule", "pause", "retrain/retrain-nightly", schedule["id"])
         assert paused.code == 0 or not schedule["active"], paused.output
     until(lambda: not place.active_runs(), 120, place.log)  # the next training would be refused while one is active
@@ -265,18 +324,52 @@ def states_of(home: Path, number: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_down_leaves_nothing(place: Place, first: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def endless(place: Place, first: dict[str, Any]) -> dict[str, Any]:
+    """A flow run in the middle of its training."""
+    place.wait(first["id"], "COMPLETED")
     settings = [*TINY, "trainer.steps=500", "trainer.segment_steps=500"]
     _, run = place.deployment_run("post-train/post-train", {"overrides": settings, "run_name": "ended"}, watch=False)
     until(lambda: place.committed("ended") != [], 300, place.log)
-    process = place.process_of(run["id"])
+    return run
+
+
+def test_every_port_of_servers_and_runs_is_on_the_loopback_address(place: Place, endless: dict[str, Any]) -> None:
+    """There each of them asks for a secret as well: the servers for that of the home folder, Ray's processes for its
+    token, the worker for the token of a flow run (the channel by which it announces a cancellation). Only the store and
+    the connections of a process group ask for none: other users of the machine must not be trusted by its firewall."""
+    processes = [*service_processes(place.home), place.process_of(endless["id"])]
+    ports = listening(processes)
+    owners = " ".join(ports.values())
+    assert {int(url.split(":")[2].partition("/")[0]) for url in (place.api, place.mlflow)} <= {
+        port for _, port in ports
+    }
+    assert all(name in owners for name in ("gcs_server", "raylet", "ray::", "worker start")), ports
+    assert {place: owner for place, owner in ports.items() if not is_loopback(place[0])} == {}
+
+
+def test_the_secret_is_in_no_command_line_and_no_file(place: Place, endless: dict[str, Any]) -> None:
+    secrets = [file.read_bytes() for file in (place.home / "secrets").iterdir()]
+    assert len(secrets) == 2
+    for process in [member for root in service_processes(place.home) for member in family(root)]:
+        with suppress(psutil.Error):
+            assert not any(secret.decode() in " ".join(process.cmdline()) for secret in secrets)
+    for file in place.home.rglob("*"):
+        if file.is_file() and file.parent.name != "secrets":
+            with suppress(FileNotFoundError):
+                content = file.read_bytes()
+                assert not any(secret in content for secret in secrets), file
+
+
+def test_down_leaves_nothing(place: Place, endless: dict[str, Any]) -> None:
+    process = place.process_of(endless["id"])
     ended = rollforward(place.home, "down")
     assert ended.code == 0 and "flow run demo, cancelled" in ended.output, ended.output
     log = (place.home / "logs/worker.log").read_text().rpartition("train  to step 500")[2]
     assert "stopping after the current step" in log
     last = re.findall(r"step +(\d+)/500", log)[-1]
     assert place.committed("ended")[-1] == step_name(int(last)), log
-    states = states_of(place.home, run["id"])
+    states = states_of(place.home, endless["id"])
     assert states[-1][0] == "CANCELLED" and "CRASHED" not in dict(states), states
     assert not process.is_running() and service_processes(place.home) == [] and running_services(place.home) == {}
     for address in (place.api.removesuffix("/api"), place.mlflow):

@@ -21,6 +21,7 @@ from flows.server.service_file import Service, running_services, write_services
 from rl_core.config.compose import compose, extend
 from rl_core.data.identity import data_identity
 from rl_core.errors import InputError, TrainingError, TransientError
+from rl_core.runtime.private import read_secret
 from rl_core.runtime.process import Process
 
 
@@ -129,7 +130,7 @@ def test_attempts_have_an_end(second_attempt: Path, sleeper: subprocess.Popen[by
 def test_services_that_run_are_used_and_those_of_an_earlier_boot_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+    for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     now = Process.of(sleeper.pid)
@@ -139,3 +140,9 @@ def test_services_that_run_are_used_and_those_of_an_earlier_boot_are_not(
     prepare_environment(tmp_path)
 
     assert os.environ["PREFECT_API_URL"] == "http://p/api" and "MLFLOW_TRACKING_URI" not in os.environ
+    assert os.environ["PREFECT_API_AUTH_STRING"] == read_secret(tmp_path, "servers")
+
+    # The secret of the home folder is sent to no other server.
+    os.environ["PREFECT_API_URL"] = "http://another/api"
+    prepare_environment(tmp_path)
+    assert "PREFECT_API_AUTH_STRING" not in os.environ

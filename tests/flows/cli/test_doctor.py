@@ -118,8 +118,7 @@ def test_leftovers_of_dead_runs_are_found_and_left_alone(home: Path, command: Co
     segment = tmp_path / "vllm_cpushm_7"
     segment.touch()
     os.utime(segment, (0, 0))
-    (home / "ray").mkdir()
-    env = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(home / "ray/token")}
+    env = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(home / "secrets/ray")}
     raylet = subprocess.Popen(["raylet", *SLEEP[1:]], executable=SLEEP[0], env=env)
     try:
         code, said, text = command()

@@ -76,16 +76,19 @@ def group_lives(number: int) -> bool:
 
 def answers(port: int) -> bool:
     try:
-        return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+    except urllib.error.HTTPError as error:
+        return error.code == 401
     except (urllib.error.URLError, OSError):
         return False
+    raise AssertionError("answered without the key")
 
 
-def ask(port: int, **body: Any) -> Any:
+def ask(port: int, key: str, **body: Any) -> Any:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
     )
     return json.load(urllib.request.urlopen(request, timeout=60))
 
@@ -102,7 +105,14 @@ def greedy(folder: Path, tokens: int) -> str:
 @pytest.mark.timeout(400)
 def test_the_champion_answers_over_the_openai_api_as_it_does_with_transformers(port: int, home: Path) -> None:
     assert f"sorter version 1: http://127.0.0.1:{port}/v1" in (home / "serve.log").read_text()
-    answer = ask(port, model="sorter", messages=CHAT, temperature=0, max_tokens=12)
+    key = (home / "secrets/servers").read_text()
+    for path in ("/v1/models", "/version", "/metrics", "/tokenize", "/docs"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        ask(port, key[::-1], model="sorter", messages=CHAT)
+    assert key not in (home / "serve.log").read_text()
+    answer = ask(port, key, model="sorter", messages=CHAT, temperature=0, max_tokens=12)
     (folder,) = (home / "cache" / "versions").iterdir()
     text = answer["choices"][0]["message"]["content"]
     assert len(set(text)) > 2 and text == greedy(folder, 12)
@@ -117,5 +127,6 @@ def test_a_port_in_use_and_an_unknown_version_are_named(
         taken.listen()
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
     assert main(["serve", "7", "--port", str(free_port())]) == 2
+    assert main(["serve", "--", "--api-key=secret"]) == 2
     said = capsys.readouterr().out
-    assert "expected: a free port" in said and "version 1 = champion" in said
+    assert "VLLM_API_KEY" in said and "expected: a free port" in said and "version 1 = champion" in said
