@@ -1,4 +1,7 @@
-"""Settings that name code, commands or receivers of secrets, or end a protection: a recipe may set them, a flow run's parameters may not."""
+"""Settings that name code, commands or receivers of secrets, or end a protection.
+
+A recipe may set them, a flow run's parameters may not.
+"""
 
 from rl_core.config.compose import Composed, dotted_fields, settings
 from rl_core.config.learning import Trusted
@@ -16,7 +19,7 @@ def refuse_code(composed: Composed) -> None:
     ]
     if named:
         raise InputError(
-            expected="overrides that name no code, no command and no server that receives credentials, and end no protection",
+            expected="overrides that name no code, command or receiver of credentials, and end no protection",
             seen=", ".join(named),
             where="parameter `overrides` of the flow run",
             fix="set them in a recipe, a .yaml file in the folder in which `rollforward deploy` was run",

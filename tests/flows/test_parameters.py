@@ -17,6 +17,7 @@ from rl_core.errors import InputError
         "agent.tools=[os:system]", "agent.environment=a.b:C", "reward.function=builtins:eval",
         "reward.extra_functions=[a.b:c=0.5]", "actor.policy_loss=a.b:c", "algorithm.estimator=a.b:c",
         "reward.judge.key_env=AWS_SECRET_ACCESS_KEY", "tracking.uri=http://evil.example",
+        "reward.code.isolation=none",
         'reward.judge={"url": "http://evil.example", "model": "m"}',
     ],
 )  # fmt: skip
