@@ -132,7 +132,7 @@ def test_late_workers_of_a_former_holder_do_not_touch_the_files_of_its_successor
     held = [store.guarded(lambda: None, number) for number in (1, 2)]
     before = Checkpointer(held[0], former, 2, NullObserver())  # type: ignore[arg-type]
     before.begin(1, {"step": 1})
-    after = Checkpointer(held[1], roles, 2, NullObserver())  # type: ignore[arg-type]
+    after = Checkpointer(held[1], roles, 2, 1, NullObserver())  # type: ignore[arg-type]
     assert after.recover() is None
     after.begin(1, {"step": 1})
     after.finish(b"rollouts")
@@ -142,7 +142,7 @@ def test_late_workers_of_a_former_holder_do_not_touch_the_files_of_its_successor
     for name in ("first", "second"):
         (late / "actor" / name).write_bytes(b"late")
     assert store.verify(folder(1)) == [] and after.rollouts(1) == b"rollouts"
-    third = Checkpointer(store.guarded(lambda: None, 3), roles, 2, NullObserver())  # type: ignore[arg-type]
+    third = Checkpointer(store.guarded(lambda: None, 3), roles, 2, 1, NullObserver())  # type: ignore[arg-type]
     assert third.recover() == (1, {"step": 1})
     third.load(1)
     assert roles.calls[-1] == f"load {folder(1)}/lease_000002"
@@ -153,7 +153,7 @@ def test_a_checkpoint_without_the_number_of_a_lease_is_resumed(
 ) -> None:
     checkpointer.begin(1, {"step": 1})
     checkpointer.finish(b"rollouts")
-    now = Checkpointer(store.guarded(lambda: None, 1), roles, 2, NullObserver())  # type: ignore[arg-type]
+    now = Checkpointer(store.guarded(lambda: None, 1), roles, 2, 1, NullObserver())  # type: ignore[arg-type]
     assert now.recover() == (1, {"step": 1}) and now.rollouts(1) == b"rollouts"
     now.load(1)
     assert roles.calls[-1] == f"load {folder(1)}"
