@@ -130,7 +130,7 @@ def test_what_a_crash_left_half_written_is_swept_away(checkpointer: Checkpointer
 def test_late_workers_of_a_former_holder_do_not_touch_the_files_of_its_successor(store: Store) -> None:
     former, roles = Files(), Files()
     held = [store.guarded(lambda: None, number) for number in (1, 2)]
-    before = Checkpointer(held[0], former, 2, NullObserver())  # type: ignore[arg-type]
+    before = Checkpointer(held[0], former, 2, 1, NullObserver())  # type: ignore[arg-type]
     before.begin(1, {"step": 1})
     after = Checkpointer(held[1], roles, 2, 1, NullObserver())  # type: ignore[arg-type]
     assert after.recover() is None
