@@ -300,7 +300,8 @@ def test_tests_are_on_no_descriptor_and_in_no_memory_before_the_program_has_run(
 
 def test_a_program_that_returns_whatever_is_expected_passes_tests_but_no_outputs() -> None:
     always = "class Any:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Any()"
-    assert share(always, "assert add(1, 2) == 3") == 1.0  # docs/rewards.md says so
+    assert share(always, "assert add(1, 2) == 3") == 1.0
+    assert "`__eq__` that always returns true passes" in (Path(__file__).parents[2] / "docs/rewards.md").read_text()
     truth = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
     row = {"data_source": "code", "reward_model": {"ground_truth": json.dumps(truth)}}
     assert code(f"```python\n{always}\nprint(add(1, 2))\n```", row)["score"] == 0.0
