@@ -1,10 +1,10 @@
 """Measures how fast 4,096 trajectories that end at once are scored, and how busy two cores are.
 
-python -m benchmarks.rewards [RESPONSES=4096 [PROGRAMS=100]]: scorer `math` on GSM8K-like solutions that need its verifier, and a
-scorer that computes for 2 ms, each with one and with two scoring processes. `busy` is the CPU time of the scoring
-processes divided by wall time × two cores; `at work` is the share of their time spent on a response, which is higher on
-a loaded machine. `scoring` is the time within scorers, `queueing` the mean waiting time of a response. Then it runs PROGRAMS programs that print a number, one after another, alternately
-without and with namespaces.
+python -m benchmarks.rewards [RESPONSES=4096 [PROGRAMS=100]]: scorer `math` on GSM8K-like solutions that need its
+verifier, and a scorer that computes for 2 ms, each with one and with two scoring processes. `busy` is the CPU time of
+the scoring processes divided by wall time × two cores; `at work` is the share of their time spent on a response, which
+is higher on a loaded machine. `scoring` is the time within scorers, `queueing` the mean waiting time of a response.
+Then PROGRAMS programs that print a number run one after another, alternately with and without namespaces.
 """
 
 import asyncio

@@ -207,13 +207,13 @@ def test_the_disk_is_limited(caller: str) -> None:
     assert share("", "f = open('x', 'wb', 0); f.write(bytes(2 << 20)); assert f.write(b'1')") == 0.0
 
 
-def test_the_memory_of_all_its_processes_is_limited() -> None:
-    program = (
-        "import os, time\nfor _ in range(9):\n    if os.fork() == 0:\n        x = b'1' * (300 << 20)\n        break\n"
-    )
+@pytest.mark.parametrize(("forks", "fits"), [(3, True), (12, False)])
+def test_the_memory_of_all_its_processes_is_limited(forks: int, fits: bool) -> None:
+    program = "import os, time\nx = b'1' * (200 << 20)\n"
+    program += f"for _ in range({forks}):\n    if os.fork() == 0:\n        time.sleep(60)\n"
     start = time.monotonic()
-    assert not programs.run_program(f"{program}time.sleep(9)", start + 9).succeeded
-    assert time.monotonic() - start < 8
+    assert programs.run_program(f"{program}time.sleep({1 if fits else 60})", start + 50).succeeded == fits
+    assert time.monotonic() - start < 40
 
 
 CALLS = """import ctypes
