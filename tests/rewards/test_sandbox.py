@@ -49,7 +49,7 @@ def shared() -> Iterator[Path]:
 
 
 def share(program: str, *tests: str, **more: Any) -> float:
-    truth = json.dumps({"tests": tests, **more})
+    truth = json.dumps({"tests": tests, "timeout_s": 20, **more})
     row = {"data_source": "code", "reward_model": {"ground_truth": truth}}
     return code(f"```python\n{program}\n```", row)["tests_passed"]
 
@@ -266,13 +266,13 @@ def test_numbers_of_calls_are_those_of_the_kernels_headers() -> None:
             assert numbers.get(call) in (str(known[column]), None)
 
 
-LOOKS_FOR_ITS_TESTS = """import ctypes, os
+LOOKS_FOR_ITS_TESTS = """import contextlib, ctypes, os
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # its own memory becomes readable to it
-word, found = "-".join(["tests", "that", "nobody", "reads"]).encode(), []
+word, rest, found = "-".join(["tests", "that", "nobody", "reads"]).encode(), b"-7f3a91", []
 def look(data, where):
     place = data.find(word)
     while place >= 0:
-        if data[place + len(word)] == ord("!"):  # so it goes on in the test, and not in this program
+        if data.startswith(rest, place + len(word)):  # as in a test; in this program the two are apart
             found.append(where)
         place = data.find(word, place + 1)
 for file in range(3, 64):
@@ -282,6 +282,8 @@ for file in range(3, 64):
             look(read(), file)
         except OSError:
             pass
+    with contextlib.suppress(OSError):
+        os.set_blocking(file, True)
 with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
     for line in maps:
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))
@@ -292,9 +294,8 @@ with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
 
 
 def test_tests_are_on_no_descriptor_and_in_no_memory_before_the_program_has_run() -> None:
-    assert share(LOOKS_FOR_ITS_TESTS, "assert found == []  # tests-that-nobody-reads!") == 1.0
-    assert share(LOOKS_FOR_ITS_TESTS, "assert len(found) == 0") == 1.0
-    plants = "planted = bytes([33]) + '-'.join(['tests', 'that', 'nobody', 'reads']).encode() + bytes([33])\n"
+    assert share(LOOKS_FOR_ITS_TESTS, "assert found == []  # tests-that-nobody-reads-7f3a91") == 1.0
+    plants = "planted = '-'.join(['tests', 'that', 'nobody', 'reads', '7f3a91']).encode()\n"
     assert share(plants + LOOKS_FOR_ITS_TESTS, "assert found") == 1.0  # it does find what is there
 
 
