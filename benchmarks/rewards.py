@@ -1,9 +1,10 @@
 """Measures how fast 4,096 trajectories that end at once are scored, and how busy two cores are.
 
-python -m benchmarks.rewards [RESPONSES=4096]: scorer `math` on GSM8K-like solutions that need its verifier, and a
-scorer that computes for 2 ms, each with one and with two scoring processes. `busy` is the CPU time of the scoring
-processes divided by wall time × two cores; `at work` is the share of their time spent on a response, which is higher on
-a loaded machine. `scoring` is the time within scorers, `queueing` the mean waiting time of a response.
+python -m benchmarks.rewards [RESPONSES=4096 [PROGRAMS=100]]: scorer `math` on GSM8K-like solutions that need its
+verifier, and a scorer that computes for 2 ms, each with one and with two scoring processes. `busy` is the CPU time of
+the scoring processes divided by wall time × two cores; `at work` is the share of their time spent on a response, which
+is higher on a loaded machine. `scoring` is the time within scorers, `queueing` the mean waiting time of a response.
+Then PROGRAMS programs that print a number run one after another, alternately with and without namespaces.
 """
 
 import asyncio
@@ -11,11 +12,12 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 
-from rl_core.config.reward import RewardConfig
+from rl_core.config.reward import Isolation, RewardConfig
+from rl_core.rewards.programs import run_program
 from rl_core.rewards.runner import RewardRunner
 
 CORES, WARM_UP = 2, 256
@@ -75,7 +77,18 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def main(responses: int) -> None:
+def programs(count: int) -> dict[Isolation, list[float]]:
+    """Seconds of each program by isolation."""
+    seconds: dict[Isolation, list[float]] = {isolation: [] for isolation in get_args(Isolation)}
+    for _ in range(count):
+        for isolation, times in seconds.items():
+            begin = time.perf_counter()
+            assert run_program("print(1)", time.monotonic() + 60, isolation=isolation).output == "1\n"
+            times.append(time.perf_counter() - begin)
+    return seconds
+
+
+def main(responses: int = 4096, count: int = 100) -> None:
     """Measures and prints the table."""
     names = ("wall s", "busy", "at work", "scoring s", "queueing s", "longest s", "right")
     print(f"{'scorer':28}{'processes':>10}" + "".join(f"{name:>12}" for name in names), flush=True)
@@ -85,7 +98,10 @@ def main(responses: int) -> None:
             shares = f"{found.wall:12.2f}{found.busy:12.0%}{found.at_work:12.0%}"
             seconds = f"{found.scoring:12.2f}{found.queueing:12.2f}{found.longest:12.3f}"
             print(f"{scorer:28}{processes:10}{shares}{seconds}{found.right:12}", flush=True)
+    for isolation, each in programs(count).items():
+        times = f"median {statistics.median(each) * 1000:.0f} ms, fastest {min(each) * 1000:.0f} ms"
+        print(f"a program, isolation={isolation}: {times}", flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2] or (4096,)))
+    main(*map(int, sys.argv[1:3]))

@@ -49,7 +49,7 @@ def shared() -> Iterator[Path]:
 
 
 def share(program: str, *tests: str, **more: Any) -> float:
-    truth = json.dumps({"tests": tests, **more})
+    truth = json.dumps({"tests": tests, "timeout_s": 20, **more})
     row = {"data_source": "code", "reward_model": {"ground_truth": truth}}
     return code(f"```python\n{program}\n```", row)["tests_passed"]
 
@@ -207,13 +207,13 @@ def test_the_disk_is_limited(caller: str) -> None:
     assert share("", "f = open('x', 'wb', 0); f.write(bytes(2 << 20)); assert f.write(b'1')") == 0.0
 
 
-def test_the_memory_of_all_its_processes_is_limited() -> None:
-    program = (
-        "import os, time\nfor _ in range(9):\n    if os.fork() == 0:\n        x = b'1' * (300 << 20)\n        break\n"
-    )
+@pytest.mark.parametrize(("forks", "fits"), [(3, True), (12, False)])
+def test_the_memory_of_all_its_processes_is_limited(forks: int, fits: bool) -> None:
+    program = "import os, time\nx = b'1' * (200 << 20)\n"
+    program += f"for _ in range({forks}):\n    if os.fork() == 0:\n        time.sleep(60)\n"
     start = time.monotonic()
-    assert not programs.run_program(f"{program}time.sleep(9)", start + 9).succeeded
-    assert time.monotonic() - start < 8
+    assert programs.run_program(f"{program}time.sleep({1 if fits else 60})", start + 50).succeeded == fits
+    assert time.monotonic() - start < 40
 
 
 CALLS = """import ctypes
@@ -266,13 +266,13 @@ def test_numbers_of_calls_are_those_of_the_kernels_headers() -> None:
             assert numbers.get(call) in (str(known[column]), None)
 
 
-LOOKS_FOR_ITS_TESTS = """import ctypes, os
+LOOKS_FOR_ITS_TESTS = """import contextlib, ctypes, os
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # its own memory becomes readable to it
-word, found = "-".join(["tests", "that", "nobody", "reads"]).encode(), []
+word, rest, found = "-".join(["tests", "that", "nobody", "reads"]).encode(), b"-7f3a91", []
 def look(data, where):
     place = data.find(word)
     while place >= 0:
-        if data[place + len(word)] == ord("!"):  # so it goes on in the test, and not in this program
+        if data.startswith(rest, place + len(word)):  # as in a test; in this program the two are apart
             found.append(where)
         place = data.find(word, place + 1)
 for file in range(3, 64):
@@ -282,6 +282,8 @@ for file in range(3, 64):
             look(read(), file)
         except OSError:
             pass
+    with contextlib.suppress(OSError):
+        os.set_blocking(file, True)
 with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
     for line in maps:
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))
@@ -292,15 +294,15 @@ with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
 
 
 def test_tests_are_on_no_descriptor_and_in_no_memory_before_the_program_has_run() -> None:
-    assert share(LOOKS_FOR_ITS_TESTS, "assert found == []  # tests-that-nobody-reads!") == 1.0
-    assert share(LOOKS_FOR_ITS_TESTS, "assert len(found) == 0") == 1.0
-    plants = "planted = bytes([33]) + '-'.join(['tests', 'that', 'nobody', 'reads']).encode() + bytes([33])\n"
+    assert share(LOOKS_FOR_ITS_TESTS, "assert found == []  # tests-that-nobody-reads-7f3a91") == 1.0
+    plants = "planted = '-'.join(['tests', 'that', 'nobody', 'reads', '7f3a91']).encode()\n"
     assert share(plants + LOOKS_FOR_ITS_TESTS, "assert found") == 1.0  # it does find what is there
 
 
 def test_a_program_that_returns_whatever_is_expected_passes_tests_but_no_outputs() -> None:
     always = "class Any:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Any()"
-    assert share(always, "assert add(1, 2) == 3") == 1.0  # docs/rewards.md says so
+    assert share(always, "assert add(1, 2) == 3") == 1.0
+    assert "`__eq__` that always returns true passes" in (Path(__file__).parents[2] / "docs/rewards.md").read_text()
     truth = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
     row = {"data_source": "code", "reward_model": {"ground_truth": json.dumps(truth)}}
     assert code(f"```python\n{always}\nprint(add(1, 2))\n```", row)["score"] == 0.0
