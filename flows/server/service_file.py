@@ -4,7 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rl_core.errors import InputError
 from rl_core.runtime.process import Process
+from rl_core.storage.filesystem import replacing
+from rl_core.storage.manifest import parse_json
 
 SERVICES = "services.json"
 SERVERS_SECRET = "servers"
@@ -21,15 +24,25 @@ class Service:
 
 
 def recorded_services(home: Path) -> dict[str, Service]:
-    """The services started by `rollforward up`, by name; some may have ended since."""
+    """The services started by `rollforward up`, by name; some may have ended since.
+
+    Raises InputError if the file is damaged.
+    """
+    file = home / SERVICES
     try:
-        text = (home / SERVICES).read_text()
+        return {
+            name: Service(Process(**entry["process"]), entry["address"], entry["log"])
+            for name, entry in parse_json(file.read_bytes()).items()
+        }
     except FileNotFoundError:
         return {}
-    return {
-        name: Service(Process(**entry["process"]), entry["address"], entry["log"])
-        for name, entry in json.loads(text).items()
-    }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            expected="the services started by `rollforward up`, as JSON",
+            seen=f"{type(error).__name__}: {error}",
+            where=str(file),
+            fix="end the processes of `prefect` and `mlflow` that belong to this home folder, then remove the file",
+        ) from error
 
 
 def running_services(home: Path) -> dict[str, Service]:
@@ -43,6 +56,5 @@ def write_services(home: Path, services: dict[str, Service]) -> None:
     if not services:
         file.unlink(missing_ok=True)
         return
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps({name: asdict(service) for name, service in services.items()}, indent=1))
-    draft.replace(file)
+    with replacing(file) as draft:
+        draft.write(json.dumps({name: asdict(service) for name, service in services.items()}, indent=1).encode())

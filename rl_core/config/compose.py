@@ -24,6 +24,7 @@ from rl_core.config.problems import (
     entry_section,
     joined,
     missing_equals,
+    not_text,
     unknown_key,
     wrong_value,
 )
@@ -234,6 +235,10 @@ def _validated(values: Mapping[str, _Value], where: str, problems: list[InputErr
     tree: dict[str, Any] = {}
     with_credentials = [key for key, leaf in values.items() if _holds_credentials(key, leaf.value)]
     problems += [credentials(key, values[key].origin) for key in with_credentials]
+    unreadable = [key for key, leaf in values.items() if not _is_text(leaf.value)]
+    problems += [not_text(key, values[key].value, values[key].origin) for key in unreadable]
+    if unreadable:
+        raise joined(problems, where)
     for key, leaf in values.items():
         if leaf.value == {} and any(name.startswith(f"{key}.") for name in fields):
             continue
@@ -271,6 +276,15 @@ def _validated(values: Mapping[str, _Value], where: str, problems: list[InputErr
 def _holds_credentials(key: str, value: Any) -> bool:
     """Whether a value contains credentials, including those in command lines of MCP servers."""
     return holds_credentials(value) or (key == "agent.mcp_servers" and command_holds_credentials(str(value)))
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value can be encoded; bytes that are not UTF-8 are lone surrogates in Python's strings."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _located(key: str, inside: tuple[int | str, ...], leaf: _Value, fields: Fields) -> tuple[str, _Value, Fields]:

@@ -79,6 +79,12 @@ def credentials(key: str, origin: str) -> InputError:
     )
 
 
+def not_text(key: str, value: Any, origin: str) -> InputError:
+    """Error for a value with bytes that are not UTF-8, as a file name on the command line can have."""
+    seen = f"{key} = {show(value)}".encode("ascii", "backslashreplace").decode()
+    return InputError("text in UTF-8", seen, f"{key} ({origin})", "rename the file, or use another path")
+
+
 def combination(message: str, origins: Mapping[str, str], fields: Fields) -> InputError:
     """Error for values that are each valid but inconsistent with each other; `message` names the keys."""
     keys = [key for key in dict.fromkeys(re.findall(r"\w+(?:\.\w+)+", message)) if key in fields]

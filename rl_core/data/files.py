@@ -4,6 +4,7 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -31,6 +32,8 @@ BATCH_ROWS = 256
 """Rows per batch read from a columnar file."""
 READ_AHEAD = 1 << 20
 """Bytes per read; in columnar files, per column."""
+MAX_LINE = 16 << 20
+"""Bytes of a JSON line, decompressed; a parsed value takes a multiple of that."""
 _KINDS = {
     ".parquet": "parquet",
     **dict.fromkeys((".jsonl", ".json", ".jsonl.gz", ".json.gz"), "JSON lines"),
@@ -217,7 +220,11 @@ def _json_lines(file: io.RawIOBase, url: str, columns: Collection[str] | None) -
         stream = _buffered(gzip.GzipFile(fileobj=stream))
     if stream.peek(1)[:1024].lstrip()[:1] == b"[":
         raise ValueError("a JSON list: write one item per line, as jq -c '.[]' does")
-    for number, line in enumerate(stream, start=1):
+    for number in itertools.count(1):
+        if len(line := stream.readline(MAX_LINE + 1)) > MAX_LINE:
+            raise ValueError(f"line {number} is longer than {MAX_LINE >> 20} MiB")
+        if not line:
+            return
         if line.strip():
             yield _record(line, f"{url}, line {number}", columns)
 

@@ -41,7 +41,7 @@ def check_model_folder(path: str) -> Path:
         raise InputError("weights as *.safetensors in the model's folder", "the folder has none", where, fix)
     try:
         json.loads((folder / "config.json").read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError("a config.json with valid JSON", str(error), where, fix) from error
     try:
         load_config(folder)

@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from rl_core.credentials import CREDENTIALS_FIX, holds_credentials, without_credentials
 from rl_core.errors import InputError, TransientError
 from rl_core.storage.filesystem import RemoteFile, make_folder, open_filesystem, remove_local, replacing, storage_errors
+from rl_core.storage.manifest import parse_json
 from rl_core.storage.run_files import MANIFEST
 
 TIMEOUT_S = 60.0
@@ -170,7 +171,7 @@ class Files:
     def read_json(self, rel: str) -> Any:
         """Value of a JSON file; raises `InputError` if it is not valid JSON."""
         try:
-            return json.loads(self.read_bytes(rel))
+            return parse_json(self.read_bytes(rel))
         except ValueError as error:
             raise InputError(
                 expected="a JSON file", seen=str(error), where=self._path(rel), fix="restore the file or remove it"

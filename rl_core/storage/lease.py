@@ -23,6 +23,7 @@ from rl_core.runtime.process import Process, boot_id
 from rl_core.runtime.watchdog import progress
 from rl_core.storage import run_files
 from rl_core.storage.files import Files
+from rl_core.storage.manifest import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ def _bytes(store: Files, number: int) -> bytes:
 def _read(store: Files, number: int) -> Holder | None:
     """The holder of this number, None if its file is not complete yet."""
     try:
-        return Holder(**json.loads(_bytes(store, number)))
+        return Holder(**parse_json(_bytes(store, number)))
     except (ValueError, TypeError):
         return None
 

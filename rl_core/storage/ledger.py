@@ -5,7 +5,7 @@ import json
 
 from rl_core.errors import InputError
 from rl_core.storage import run_files
-from rl_core.storage.manifest import Json
+from rl_core.storage.manifest import Json, parse_json
 from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Store
 
@@ -33,7 +33,7 @@ class Ledger:
     def read(self, step: int) -> Json:
         """The record of a step; raises `InputError` if it is missing or damaged."""
         try:
-            record = json.loads(self.store.read_bytes(_name(step)))
+            record = parse_json(self.store.read_bytes(_name(step)))
         except FileNotFoundError:
             raise self._damaged(step, "it is missing") from None
         except ValueError as error:

@@ -26,11 +26,21 @@ def make_manifest(files: list[Json], meta: Json) -> Json:
 def parse_manifest(data: bytes) -> Json | None:
     """The manifest in these bytes, or None if it is damaged."""
     try:
-        manifest: Json = json.loads(data)
+        manifest: Json = parse_json(data)
         valid = manifest["version"] == 1 and manifest["sha256"] == digest(manifest["files"], manifest["meta"])
+        entries = [(file["path"], file["size"], file["sha256"]) for file in manifest["files"]]
     except (ValueError, KeyError, TypeError):
         return None
-    return manifest if valid else None
+    typed = all(isinstance(path, str) and type(size) is int and isinstance(sha, str) for path, size, sha in entries)
+    return manifest if valid and typed and isinstance(manifest["meta"], dict) else None
+
+
+def parse_json(data: bytes | str) -> Any:
+    """The value of a JSON text; raises ValueError, also if it is nested deeper than Python can follow."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
 
 
 def digest(files: list[Json], meta: Json) -> str:

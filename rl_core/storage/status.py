@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 5.0
 """Interval at which the file is written even without changes."""
-LEAST_S = 0.5
+LEAST_S = 1.0
 """Minimum time between two writes: phases of a small model change every few milliseconds."""
 SILENT_S = 60.0
 """Time without an update after which a process on another machine counts as dead."""

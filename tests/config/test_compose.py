@@ -304,3 +304,11 @@ def test_settings_by_former_names_are_read_in_saved_configs_and_named_to_users()
     assert from_dict(saved) == override(RunConfig(), ["fsdp.offload=idle"])
     with pytest.raises(InputError, match="engine.offload.*(?s:.)*it has been renamed to fsdp.offload"):
         compose("demo", ["engine.offload=idle"])
+
+
+@pytest.mark.parametrize("override", ["data.path={}", "data.val_path=[rows.parquet,{}]", "model.path={}"])
+def test_a_path_that_is_not_utf_8_is_an_input_error(override: str) -> None:
+    with pytest.raises(InputError) as raised:
+        compose("demo", [override.format(json.dumps(os.fsdecode(b"/rows/\xff.parquet")))])
+    assert raised.value.expected == "text in UTF-8" and override.partition("=")[0] in raised.value.where
+    str(raised.value).encode()  # can be printed

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,17 @@ def test_remote_files_are_known_by_size_and_etag(s3_endpoint: str, monkeypatch: 
     store.write_bytes("b.jsonl", b"[]\n")
     store.write_bytes("c.jsonl", b"{}\n{}\n")
     assert changed_files(recorded, store.url) == ["b.jsonl: content changed (3 bytes)", "c.jsonl: 3 → 6 bytes"]
+
+
+def test_a_line_of_any_length_takes_bounded_memory(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl.gz"
+    with gzip.open(file, "wb", compresslevel=1) as rows:
+        rows.write(json_lines(ROWS[:1]) + b'{"a": "')
+        for _ in range(200):
+            rows.write(b" " * (1 << 20))
+    tracemalloc.start()
+    with pytest.raises(InputError, match="is longer than 16 MiB") as raised:
+        list(read_records(str(file), None))
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+    assert raised.value.where == str(file)

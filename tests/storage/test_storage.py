@@ -15,6 +15,7 @@ from support_servers import empty_bucket
 from rl_core.errors import InputError, TransientError
 from rl_core.storage import manifest as manifests
 from rl_core.storage import run_files
+from rl_core.storage.ledger import Ledger
 from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Store
 
@@ -162,6 +163,40 @@ def test_damage_is_named_and_an_older_checkpoint_is_used(
     if had_manifest:
         (words,) = told
         assert words.startswith(f"{store._path(folder)} is damaged and is skipped: ") and problem in words
+
+
+def signed(files: Any, meta: Any) -> bytes:
+    return json.dumps({"version": 1, "files": files, "meta": meta, "sha256": manifests.digest(files, meta)}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000, b'{"files": ' * 100_000, b"null", b"[]",
+        signed([{"path": "a", "sha256": "b"}], {}), signed([{"path": "a", "size": "1", "sha256": "b"}], {}),
+        signed([{"path": 1, "size": 1, "sha256": "b"}], {}), signed(["a"], {}), signed({"a": 1}, {}), signed(5, {}),
+        signed([], "x"),
+    ],
+    ids=["deep list", "deep dict", "null", "list", "no size", "text size", "no name", "text", "dict", "number", "meta"],
+)  # fmt: skip
+def test_a_hostile_manifest_is_a_damaged_one(tmp_path: Path, content: bytes) -> None:
+    store = Store(str(tmp_path))
+    folder = checkpoint(store, 12)
+    store.write_bytes(f"{folder}/manifest.json", content)
+    assert store.read_manifest(folder) is None
+    assert store.verify(folder) == ["manifest.json: missing or damaged"]
+    told: list[str] = []
+    assert store.latest_valid_step("checkpoints", told.append) is None and len(told) == 1
+
+
+def test_json_that_is_nested_too_deeply_is_an_input_error(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.write_bytes("run.json", b"[" * 100_000)
+    with pytest.raises(InputError, match="nested too deeply"):
+        store.read_json("run.json")
+    store.write_bytes("ledger/step_000001.json", b"[" * 100_000)
+    with pytest.raises(InputError, match="nested too deeply"):
+        Ledger(store).read(1)
 
 
 def test_long_reads_are_progress(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

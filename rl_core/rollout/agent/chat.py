@@ -8,8 +8,6 @@ import itertools
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
-import jinja2
-
 from rl_core.errors import InputError
 
 if TYPE_CHECKING:
@@ -116,7 +114,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=starts_turn,
             )
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
+        except Exception as error:  # templates are programs and can raise anything
             raise self._error(f"{type(error).__name__}: {error}", role) from error
         return str(text)
 

@@ -1,7 +1,9 @@
 """What the command prints last, and its exit code, whatever has ended it."""
 
 import signal
+import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +66,20 @@ def test_a_flow_run_that_is_started_again_keeps_its_rows(
     home = tmp_path_factory.mktemp("home")
     post_train.run_attempt(attempts.Attempt(home, "0123456789", number), compose("demo"), None, None)
     assert seen["keep_data"] == (number > 1)
+
+
+@pytest.mark.parametrize("content", [b'{"prefect": {"pro', b"[]", b'{"prefect": {}}', b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize("words", [["models"], ["down"]])
+def test_a_torn_list_of_services_is_a_user_error(
+    content: bytes,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ROLLFORWARD_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "services.json").write_bytes(content)
+    assert cli.main(words) == 2
+    printed = "".join(capsys.readouterr())
+    assert str(tmp_path / "services.json") in printed and "Traceback" not in printed

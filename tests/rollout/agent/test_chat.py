@@ -161,6 +161,8 @@ def test_what_a_template_writes_before_the_question_may_change_later() -> None:
         # Nothing changes, but what is appended depends on the round.
         (CHATML.replace("m.role }}", "m.role }}{{ loop.index if m.role == 'user' }}"), {"user"}, ["user3", "user5"]),
         (None, {"user"}, ["ValueError", "chat_template.jinja"]),
+        (CHATML + "{{ range(10**9) | length }}", {"user"}, ["OverflowError", "chat_template.jinja"]),
+        (CHATML + "{{ 1 // 0 }}", {"user"}, ["ZeroDivisionError", "chat_template.jinja"]),
     ],
 )  # fmt: skip
 def test_a_template_that_does_not_only_append_is_refused(template: str, kinds: set[str], says: list[str]) -> None:
