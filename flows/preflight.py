@@ -18,6 +18,7 @@ from rl_core.errors import InputError, TransientError
 from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm, load_tokenizer, stop_tokens
 from rl_core.models.lora import add_adapters
 from rl_core.rewards.model import check_reward_model
+from rl_core.rewards.row_check import try_first_rows
 from rl_core.rewards.runner import check_scorers
 from rl_core.rollout.agent.responders import chat_template
 from rl_core.rollout.agent.tool_runner import tool_schemas
@@ -108,8 +109,8 @@ def watch_for_hang(config: RunConfig) -> Watchdog:
 
 def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
     """Raises InputError for the first unusable part: home, storage, MLflow, Ray, tools, environment, model, scorers,
-    data sources, functions, device. With `resuming` an outage of storage, MLflow or Ray is accepted: the stages wait
-    for it."""
+    data sources, functions, device; the user's scorers score one row. With `resuming` an outage of storage, MLflow or
+    Ray is accepted (the stages wait for it), and no row is read."""
     config = composed.config
     check_home(home)
     if config.storage.root and not resuming:
@@ -139,6 +140,8 @@ def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
         )
     for source in config.data.sources:
         load_source(source.source)
+    if not resuming:
+        try_first_rows(config.reward, config.data, config.trainer.seed)
     ESTIMATORS.resolve(config.algorithm.estimator)
     POLICY_LOSSES.resolve(config.actor.policy_loss)
     check_engines(config)

@@ -7,6 +7,7 @@ from rl_core.data import prepare
 from rl_core.data.files import changed_files
 from rl_core.data.report import DataReport
 from rl_core.errors import InputError
+from rl_core.rewards.row_check import RowCheck
 from rl_core.rewards.runner import check_scorers
 from rl_core.storage import run_files
 from tasks.runs.run import committed_step
@@ -25,13 +26,16 @@ def prepare_data(session: Session) -> dict[str, Any]:
     committed = session.assets.verify_or_remove(run_files.DATA, content=False)
     if committed and not session.keep_data:
         check_source_files(committed["meta"]["files"], session.config.data.paths, session.run.name)
+    check_row = RowCheck(session.config.reward)
     facts = prepare.prepare_data(
         session.config,
         session.store,
         session.assets.tokenizer,
         session.assets.tools_of,
         lambda count: session.console.note(f"{count:,} rows read"),
+        check_row,
     )
+    check_row.try_scorers()  # before a worker starts
     check_scorers(session.config.reward, {name: f"{rows:,} rows" for name, rows in facts["data_sources"].items()})
     session.tracking.trace_with(session.assets.tokenizer)
     session.tracking.flush(committed_step(session.store))  # opens the run in MLflow

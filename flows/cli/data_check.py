@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rl_core.config.compose import compose, recipe_names
 from rl_core.config.schema import RunConfig
@@ -15,6 +15,7 @@ from rl_core.data.check import check_data, tokenizer_text
 from rl_core.data.dataset import ToolsOf, check_tokenizer, without_tools
 from rl_core.data.report import DataReport, Problem, RowsReport, columns_of, counted, described, in_rows, total
 from rl_core.errors import InputError
+from rl_core.rewards.row_check import RowCheck
 from rl_core.rewards.runner import check_scorers
 from rl_core.rollout.agent.tool_runner import tool_schemas
 from rl_core.rollout.agent.toolbox import row_schemas
@@ -37,6 +38,8 @@ def data_check(target: str, overrides: Sequence[str], val: str | None, html: str
             fix=f"set data.val_path={val} instead",
         )
     config = _path_config(target, val, overrides) if by_path else compose(target, overrides).config
+    check_scorers(config.reward, {})
+    check_row = RowCheck(config.reward)
     report = check_data(
         config.data,
         config.trainer.seed,
@@ -45,10 +48,14 @@ def data_check(target: str, overrides: Sequence[str], val: str | None, html: str
         lambda split, row, tokens: None,
         splits=("train",) if by_path and val is None else ("val", "train"),
         counted_by=tokenizer_text(config.model.path),
+        check_row=check_row,
         on_rows=lambda count: console.note(f"{in_rows(count)} read"),
     )
-    level: Literal["stop", "warning"] = "warning" if by_path and not config.reward.function else "stop"
-    report = replace(report, problems=(*report.problems, *_scorer_problems(config, report, level)))
+    try:
+        check_row.try_scorers()
+    except InputError as error:
+        problem = Problem("stop", error.expected, error.seen, error.where, error.fix)
+        report = replace(report, problems=(*report.problems, problem))
     _show(report, target, console)
     if html:
         _write_page(report, target, Path(html), console)
@@ -84,19 +91,6 @@ def _tools_of(config: RunConfig, by_path: bool) -> ToolsOf:
     """The tools of rows; files alone do not define the tools of a run."""
     schemas = tool_schemas(config.agent)
     return row_schemas(schemas) if schemas or not by_path else without_tools
-
-
-def _scorer_problems(config: RunConfig, report: DataReport, level: Literal["stop", "warning"]) -> list[Problem]:
-    """Missing scorers, one problem for all data sources with the same error."""
-    problems: dict[str, Problem] = {}
-    for name, count in report.data_sources.items():
-        try:
-            check_scorers(config.reward, {name: in_rows(count)})
-        except InputError as error:
-            new = Problem(level, error.expected, error.seen, error.where, error.fix, rows=0)
-            first = problems.setdefault(error.expected, new)
-            problems[error.expected] = replace(first, rows=first.rows + count)
-    return list(problems.values())
 
 
 def _show(report: DataReport, target: str, console: Console) -> None:

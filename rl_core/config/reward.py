@@ -37,11 +37,15 @@ class JudgeConfig(Section):
         "Question:\n{prompt}\n\nReference answer:\n{ground_truth}\n\nAnswer to judge:\n{response}\n\n"
         "Judge the answer by the reference. End with a line `Score: ` and a number from 0 (wrong) to 1 (right)."
     )
-    """Prompt sent to the judge; {prompt}, {response} and {ground_truth} are replaced."""
-    score_pattern: str = r"(?i)score:\s*([-+]?\d+(?:\.\d+)?)"
-    """Regular expression for the score: the first group of its last match in the judge's answer."""
+    """Prompt sent to the judge; {prompt}, {response} and {ground_truth} are replaced. The response stands between two
+    lines with a code that is new for each request, and a sentence before the prompt says that it has no instructions
+    for the judge."""
+    score_pattern: str = r"(?i)[*_# ]*score[*_ ]*:[*_ ]*([-+]?\d+(?:\.\d+)?)[*_. ]*"
+    """Regular expression that matches the whole last line of the judge's answer; its first group is the score."""
     score_field: str | None = None
-    """Field of the JSON object in the judge's answer that holds the score; replaces `score_pattern`."""
+    """Field of the JSON object at the end of the judge's answer that holds the score; replaces `score_pattern`."""
+    score_range: tuple[float, float] = (0.0, 1.0)
+    """Smallest and largest score that the prompt allows; a response with any other has none."""
     requests: int = Field(16, ge=1)
     """Concurrent requests per rollout engine."""
     timeout_s: float = Field(60.0, gt=0)
@@ -55,7 +59,9 @@ class JudgeConfig(Section):
             groups = re.compile(self.score_pattern).groups
         except re.error:
             groups = 0
+        low, high = self.score_range
         checks: list[tuple[object, str]] = [
+            (low < high, "reward.judge.score_range must be two numbers, the smaller one first"),
             (groups >= 1, "reward.judge.score_pattern must be a regular expression with a group for the score"),
             ("{response}" in self.prompt, "reward.judge.prompt must contain {response}"),
             (
@@ -95,8 +101,11 @@ class RewardConfig(Section):
 
     function: Annotated[str | None, CODE] = None
     """Scorer for all rows: a name from rl_core/rewards/scorers.py or `package.module:function`; unset selects the
-    scorer by each row's `data_source`; `none` scores 0. It returns a number, or a dict with `score` and additional
-    named rewards."""
+    scorer by each row's `data_source` (see `sources`); `none` scores 0. It returns a number, or a dict with `score` and
+    additional named rewards."""
+    sources: Annotated[tuple[str, ...], CODE] = ()
+    """Scorers by data source as NAME=SCORER, for example my_rows=my_rewards:score: the scorer of the rows with this
+    `data_source`. A row names a built-in scorer or source without an entry, and never a function."""
     extra_functions: Annotated[tuple[str, ...], CODE] = ()
     """Additional scorers as NAME=WEIGHT: WEIGHT × score is added to the scorer's. The unweighted score is a named
     reward, under NAME or the function's name. If any of them fails, the response has no score."""
@@ -124,8 +133,22 @@ class RewardConfig(Section):
         """Weight of each additional scorer by its full name."""
         return {name: float(weight) for name, weight in (entry.split("=") for entry in self.extra_functions)}
 
+    @property
+    def by_source(self) -> dict[str, str]:
+        """Scorer of each data source in `sources`."""
+        return {name: scorer for name, _, scorer in (entry.partition("=") for entry in self.sources)}
+
     @model_validator(mode="after")
     def _named(self) -> "RewardConfig":
+        if not all(re.fullmatch(r"[^=]+=[^=]+", entry) for entry in self.sources):
+            raise ValueError(
+                "reward.sources takes entries of the form NAME=SCORER such as my_rows=my_rewards:score, not "
+                f"{', '.join(self.sources)}"
+            )
+        if len(self.by_source) < len(self.sources):
+            raise ValueError(f"reward.sources requires distinct names, not {', '.join(self.sources)}")
+        if self.function and self.sources:
+            raise ValueError("reward.function is the scorer of all rows, so that reward.sources would have no effect")
         if not all(re.fullmatch(r"[^=]+=-?\d+(\.\d+)?", entry) for entry in self.extra_functions):
             raise ValueError(
                 "reward.extra_functions takes entries of the form NAME=WEIGHT such as my_rewards:short=0.2, not "

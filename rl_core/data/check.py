@@ -14,7 +14,7 @@ from rl_core.data import rules
 from rl_core.data.dataset import ToolsOf, encode_prompt
 from rl_core.data.report import DataReport, Problem
 from rl_core.data.row_counts import Hashes, Tally, chosen_tools
-from rl_core.data.rows import Found, Row
+from rl_core.data.rows import Found, NotScored, Row
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError
 from rl_core.runtime.process_pool import writable
@@ -33,6 +33,8 @@ MAX_PROBLEMS = 100
 PROGRESS_S = 2.0
 
 Keep = Callable[[str, Row, int], None]
+CheckRow = Callable[[Row, str], None]
+"""Called with a row and its location; raises NotScored if no scorer scores it, or InputError if it is malformed."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,18 @@ def check_data(
     *,
     splits: tuple[str, ...] = SPLITS,
     counted_by: str = "",
+    check_row: CheckRow = lambda row, where: None,
     on_drop: Callable[[Dropped], None] = lambda dropped: None,
     on_rows: Callable[[int], None] = lambda count: None,
 ) -> DataReport:
     """Report on the rows of all sources, each read once; problems are listed in the report, not raised.
 
-    `keep(split, row, prompt tokens)` receives every kept row until a blocking problem occurs; `counted_by` describes
-    the tokenizer; `on_rows(count)` is called about every two seconds. Raises TransientError if the storage of a source
-    fails.
+    `keep(split, row, prompt tokens)` receives every kept row until a blocking problem occurs; `check_row` judges rows
+    by their scorers; `counted_by` describes the tokenizer; `on_rows(count)` is called about every two seconds. Raises
+    TransientError if the storage of a source fails.
     """
     begin = time.monotonic()
-    check = _Check(config, tokenizer, tools_of, keep, on_drop, on_rows)
+    check = _Check(config, tokenizer, tools_of, keep, check_row, on_drop, on_rows)
     found = [check.guarded(_rows_of, each, seed) for each in config.sources]
     tallies = []
     for split in splits:
@@ -97,11 +100,12 @@ class _Check:
         tokenizer: "PreTrainedTokenizerBase",
         tools_of: ToolsOf,
         keep: Keep,
+        check_row: CheckRow,
         on_drop: Callable[[Dropped], None],
         on_rows: Callable[[int], None],
     ) -> None:
         self.config, self.tokenizer, self.tools_of = config, tokenizer, tools_of
-        self.keep, self.on_drop, self.on_rows = keep, on_drop, on_rows
+        self.keep, self.check_row, self.on_drop, self.on_rows = keep, check_row, on_drop, on_rows
         self.problems: dict[str, Problem] = {}
         self.complete = True
         self._tools = {schema["function"]["name"]: schema for schema in tools_of({})}
@@ -166,8 +170,9 @@ class _Check:
         try:
             rules.check_values(row, where)
             tokens = len(encode_prompt(self.tokenizer, row["prompt"], where, tools))
+            self.check_row(row, where)
         except InputError as error:
-            self._fault(tally, "malformed", error)
+            self._fault(tally, "not_scored" if isinstance(error, NotScored) else "malformed", error)
             return
         tally.lengths[tokens] += 1
         self._warnings(tally, row, where)
@@ -210,7 +215,7 @@ class _Check:
             self.on_drop(Dropped(tally.split, writable(error.where), kind, writable(error.seen)))
             return
         self._stopping += 1
-        if kind != "unknown_tool":
+        if kind not in ("unknown_tool", "not_scored"):
             reasons = ",".join(dict.fromkeys([*self.config.drop, kind]))
             error = InputError(
                 error.expected,

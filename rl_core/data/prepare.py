@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config.data import DataConfig
 from rl_core.config.schema import RunConfig
-from rl_core.data.check import Dropped, check_data, tokenizer_text
+from rl_core.data.check import CheckRow, Dropped, check_data, tokenizer_text
 from rl_core.data.dataset import ToolsOf, check_tokenizer, without_tools
 from rl_core.data.files import file_identity
 from rl_core.data.page import render_data_report
@@ -28,17 +28,19 @@ def prepare_data(
     tokenizer: "PreTrainedTokenizerBase",
     tools_of: ToolsOf = without_tools,
     on_rows: Callable[[int], None] = lambda count: None,
+    check_row: CheckRow = lambda row, where: None,
 ) -> dict[str, Any]:
     """Check all rows and commit the kept ones with a report; if that is already done, only read the result.
 
     The folder `data` then holds the rows, `report.json`, `report.html`, and `dropped.jsonl` with one line per dropped
-    row. `on_rows(count)` is called about every two seconds. Returns {train_rows, val_rows, dropped: {split: {reason:
-    count}}, data_hash, data_sources: {data_source: rows}, sources: [{source, train_rows, weight}], files: {name:
-    mark}}. Raises InputError for the first problem that prevents the run from starting.
+    row. `on_rows(count)` is called about every two seconds; `check_row` judges rows by their scorers. Returns
+    {train_rows, val_rows, dropped: {split: {reason: count}}, data_hash, data_sources: {data_source: rows}, sources:
+    [{source, train_rows, weight}], files: {name: mark}}. Raises InputError for the first problem that prevents the run
+    from starting.
     """
     manifest = store.read_manifest(run_files.DATA)
     if manifest is None:
-        manifest = _prepare(config, store, tokenizer, tools_of, on_rows)
+        manifest = _prepare(config, store, tokenizer, tools_of, on_rows, check_row)
     meta: dict[str, Any] = manifest["meta"]
     return meta
 
@@ -66,6 +68,7 @@ def _prepare(
     tokenizer: "PreTrainedTokenizerBase",
     tools_of: ToolsOf,
     on_rows: Callable[[int], None],
+    check_row: CheckRow,
 ) -> dict[str, Any]:
     check_tokenizer(tokenizer, config.model.path)
     store.remove(run_files.DATA)  # left by an interrupted attempt
@@ -85,6 +88,7 @@ def _prepare(
                 tools_of,
                 lambda split, row, tokens: writers[split].add(row, tokens),
                 counted_by=tokenizer_text(config.model.path),
+                check_row=check_row,
                 on_drop=on_drop,
                 on_rows=on_rows,
             )

@@ -64,8 +64,8 @@ class RowsReport:
     seen: int
     kept: int
     faults: dict[str, int]
-    """Rows by kind: malformed, overlong, duplicate, held_out, unknown_tool. `kept` excludes all of these, but
-    duplicates only if data.drop lists them."""
+    """Rows by kind: malformed, overlong, duplicate, held_out, unknown_tool, not_scored. `kept` excludes all of these,
+    but duplicates only if data.drop lists them."""
     examples: dict[str, str]
     """The first row of each kind of fault: where it is and what was seen."""
     columns: dict[str, dict[str, int]]

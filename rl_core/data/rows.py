@@ -13,6 +13,10 @@ Found = Row | InputError
 """A row, or the error that explains why it is invalid."""
 
 
+class NotScored(InputError):
+    """No scorer scores the row; unlike other errors of a row, this stops a run whatever `data.drop` lists."""
+
+
 def make_row(source: str, question: str, ability: str, ground_truth: str, answer: str, split: str, index: int) -> Row:
     """A row with one user message; `answer` is the response of a perfect model."""
     return {

@@ -26,7 +26,7 @@ from rl_core.evaluation.statistics import bootstrap_interval, majority_at_k, pas
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
 from rl_core.trainer.batch import response_seeds
-from rl_core.trainer.scoring import answer_texts, collect_results
+from rl_core.trainer.scoring import answer_texts, check_failed, collect_results
 
 SAMPLES_SHOWN = 20
 TURNS_KEPT = 8
@@ -61,7 +61,7 @@ def evaluate(config: RunConfig, rows: RLHFDataset, roles: Roles, tokenizer: PreT
     conversation scores 0. Seeds depend on the run's seed only, so two models are compared on the same draws.
 
     Raises TransientError if the share of failed conversations exceeds `reward.max_failed_share` or a response could not
-    be scored.
+    be scored, InputError if that is a mistake of its scorer.
     """
     n, chosen = config.evaluation.sampled_n, [rows[i] for i in range(len(rows))]
     greedy = _responses(config, chosen, roles, tokenizer, 0.0, 1)
@@ -216,9 +216,8 @@ def _responses(
     batch = roles.rollout.generate_sequences(prompts.union(DataProto.from_dict({}, {"seed": seeds})), temperature)
     texts, results = answer_texts(batch, tokenizer), collect_results(batch, roles.model_scores, tokenizer)
     failed_B = torch.tensor([status == "failed" for status in batch.non_tensor_batch["status"]])
-    unscored = [r for r, failed in zip(results, failed_B.tolist(), strict=True) if r.score is None and not failed]
-    if unscored:
-        raise TransientError(f"{len(unscored)} held-out responses could not be scored: {unscored[0].detail}")
+    ended = [result for result, failed in zip(results, failed_B.tolist(), strict=True) if not failed]
+    check_failed(ended, 0.0, "held-out responses")
     if failed_B.sum() > config.reward.max_failed_share * len(batch):
         raise TransientError(
             f"{int(failed_B.sum())} of {len(batch)} held-out conversations failed "

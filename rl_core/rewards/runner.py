@@ -11,14 +11,23 @@ from typing import Any
 from pebble import ProcessExpired
 
 from rl_core.config.reward import RewardConfig, short_name
+from rl_core.data.sources import NO_SOURCE
+from rl_core.errors import InputError
 from rl_core.rewards.code import code
 from rl_core.rewards.judge import JUDGE, Judge, check_judge
 from rl_core.rewards.programs import check_isolation
-from rl_core.rewards.scorers import Row, resolve_scorer, wants_trajectory
-from rl_core.rewards.worker import RewardResult, failure, score_chunk, start
+from rl_core.rewards.scorers import (
+    Row,
+    is_builtin,
+    known_scorer,
+    resolve_scorer,
+    unknown_scorer,
+    wants_trajectory,
+)
+from rl_core.rewards.worker import RewardResult, Status, failure, score_chunk, start, unreadable
 from rl_core.runtime.process_pool import Processes
 
-__all__ = ["RewardResult", "RewardRunner", "check_scorers"]
+__all__ = ["RewardResult", "RewardRunner", "check_scorers", "scorer_of", "scorers_of"]
 
 MAX_CHUNK = 64
 CHUNKS_PER_PROCESS = 4
@@ -27,16 +36,46 @@ CHUNKS_IN_FLIGHT = 2
 """Chunks submitted per process: one running and one queued."""
 
 
+def scorer_of(config: RewardConfig, data_source: str, where: str = "data_source of a row") -> str:
+    """Name of the scorer of the rows with this `data_source`: that of all rows, that of the source in the settings, or
+    the built-in one with this name.
+
+    Raises InputError for any other value: rows choose among scorers, but never name a function.
+    """
+    if config.function:
+        return known_scorer(config.function) or config.function
+    if chosen := config.by_source.get(data_source):
+        return known_scorer(chosen) or chosen
+    if scorer := known_scorer(data_source):
+        return scorer
+    if is_builtin(data_source):
+        raise unknown_scorer(data_source, where)
+    raise InputError(
+        "the name of a scorer or source in data_source; rows cannot name functions",
+        f"'{data_source[:200]}'",
+        where,
+        "if you trust the function, set reward.function=MODULE:FUNCTION for all rows, or "
+        "reward.sources=[NAME=MODULE:FUNCTION] for the rows with this data_source",
+    )
+
+
+def scorers_of(config: RewardConfig, row: Row) -> list[str]:
+    """Names of the row's scorer and of the extra scorers; raises the InputError of `scorer_of`."""
+    return [scorer_of(config, row.get("data_source", NO_SOURCE)), *config.extra_weights]
+
+
 def check_scorers(config: RewardConfig, sources: Mapping[str, str]) -> None:
-    """Raises InputError if the scorer of any row, or an extra scorer, does not exist or lacks a setting, or if it
-    runs programs and this machine does not allow their isolation.
+    """Raises InputError if the scorer of any row, or one named by a setting, does not exist or lacks a setting, or if
+    it runs programs and this machine does not allow their isolation.
 
     `sources` maps each `data_source` to the location of its rows, for error messages.
     """
-    where = {name: f"data_source of {rows} (reward.function is unset)" for name, rows in sources.items()}
-    if config.function:
-        where = {config.function: "reward.function"}
+    where = {config.function: "reward.function"} if config.function else {}
+    where |= dict.fromkeys(config.by_source.values(), "reward.sources")
     where |= dict.fromkeys(config.extra_weights, "reward.extra_functions")
+    for source, rows in sources.items():
+        place = f"data_source of {rows} (reward.function is unset)"
+        where.setdefault(scorer_of(config, source, place), place)
     scorers = [resolve_scorer(*item) for item in where.items()]
     if code in scorers:
         check_isolation(config.code.isolation)
@@ -72,7 +111,7 @@ class RewardRunner:
         """Raises InputError for invalid judge settings."""
         self.config, self.extra = config, config.extra_weights
         self._judge = Judge(config.judge) if config.judge.url else None
-        names = (*((config.function,) if config.function else ()), *self.extra)
+        names = (*((config.function,) if config.function else ()), *config.by_source.values(), *self.extra)
         settings = (names, config.memory_gb, config.code.isolation)
         self._processes = Processes(config.processes, config.timeout_s, start, settings, "scorers")
         self._waiting: deque[_Item] = deque()
@@ -97,26 +136,24 @@ class RewardRunner:
             self._judge.close()
 
     def reads_trajectory(self, row: Row) -> bool:
-        """Whether any scorer of the row takes the trajectory as third argument."""
-        return any(map(wants_trajectory, self._scorers(row)))
+        """Whether any scorer of the row takes the trajectory as third argument; raises the InputError of `score`."""
+        return any(map(wants_trajectory, scorers_of(self.config, row)))
 
     async def score(self, response: str, row: Row, trajectory: dict[str, Any] | None = None) -> RewardResult:
         """Score of the row's scorer plus weighted scores of the extra scorers; no score if any of them has none.
 
         `trajectory` is passed to the scorers that take it. Raises TransientError if the scoring processes themselves
-        fail, InputError if the row's scorer is a judge and none is configured.
+        fail, InputError if the row has no scorer, or if it is a judge and none is configured.
         """
-        scores = (self._one(name, response, row, trajectory) for name in self._scorers(row))
+        scores = (self.score_by(name, response, row, trajectory) for name in scorers_of(self.config, row))
         total, *others = await asyncio.gather(*scores)
         seconds = total.seconds + sum(other.seconds for other in others)
         for (name, weight), other in zip(self.extra.items(), others, strict=True):
             total = _joined(total, other, name, weight)
         return replace(total, seconds=seconds)
 
-    def _scorers(self, row: Row) -> list[str]:
-        return [self.config.function or row["data_source"], *self.extra]
-
-    async def _one(self, name: str, response: str, row: Row, trajectory: dict[str, Any] | None) -> RewardResult:
+    async def score_by(self, name: str, response: str, row: Row, trajectory: dict[str, Any] | None) -> RewardResult:
+        """Result of one scorer, by its name; raises the errors of `score`."""
         if name == JUDGE:
             if not self._judge:
                 check_judge(self.config.judge)
@@ -153,12 +190,14 @@ class RewardRunner:
             # Responses start within half of the limit, so each has about the other half before the chunk is killed.
             results = await self._processes.run(score_chunk, packed, limit / 2)
         except TimeoutError:
-            lost = failure("timeout", f"scorer '{chunk[0].name}' gave no score within reward.timeout_s={limit:g} s")
+            detail = f"scorer '{chunk[0].name}' gave no score within reward.timeout_s={limit:g} s"
+            lost = _lost(chunk[0].name, "timeout", detail)
         except ProcessExpired as error:
             if not chunk[0].is_retry:  # retry once: the process may have been killed from outside, not by its scorer
                 self._chunks.extend([replace(item, is_retry=True)] for item in chunk)
                 return
-            lost = failure("error", f"the process of scorer '{chunk[0].name}' died with exit code {error.exitcode}")
+            detail = f"the process of scorer '{chunk[0].name}' died with exit code {error.exitcode}"
+            lost = _lost(chunk[0].name, "error", detail)
         except Exception as error:  # the pool itself failed
             for item in chunk:
                 if not item.result.done():
@@ -176,9 +215,15 @@ class RewardRunner:
             self._chunks.extend([item] for item in chunk)
 
 
+def _lost(name: str, status: Status, detail: str) -> RewardResult:
+    """The result of a scorer that did not finish."""
+    return unreadable(name, detail) if is_builtin(name) else failure(status, detail)
+
+
 def _joined(result: RewardResult, other: RewardResult, name: str, weight: float) -> RewardResult:
     """The result with the weighted score of an extra scorer added."""
     if result.score is None or other.score is None:
         return result if result.score is None else other
     named = {**result.named, **other.named, short_name(name): other.score}
-    return replace(result, score=result.score + weight * other.score, named=named)
+    reason = other if result.status == "ok" else result
+    return replace(reason, score=result.score + weight * other.score, named=named)

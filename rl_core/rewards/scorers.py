@@ -7,26 +7,20 @@ import difflib
 import functools
 import importlib
 import inspect
-import re
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any
 
 from rl_core.data.sources import NO_SOURCE, load_source, source_names
 from rl_core.errors import InputError
+from rl_core.rewards.numbers import Number, first_number, last_number, whole_number
 
 Row = dict[str, Any]
 Scorer = Callable[..., Any]
 """Called with a response, its row and, if it takes a third argument, its trajectory; may be asynchronous."""
 
-WINDOW = 1000
-"""Number of characters at the end of a response that are searched for a number."""
-# A sign between two values is an operator, not a sign. Every part matches in one way only, so backtracking is bounded.
-_NUMBER = re.compile(
-    r"(?:(?<![\w)\]])(?P<sign>[-+\u2212]))?(?:\$(?P<inner>[-+\u2212]?))?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?P<power>[eE][-+]?[0-9]{1,9})?"
-)
+
+class BrokenTruth(ValueError):
+    """The ground truth of a row is not what its scorer needs: an error of the row, whatever the response."""
 
 
 def exact(response: str, row: Row) -> float:
@@ -44,14 +38,13 @@ def positions(response: str, row: Row) -> float:
 
 def numeric(response: str, row: Row) -> float:
     """1 if the last number in the response equals the ground truth."""
-    return float(_last_number(_window(response)) == _true_number(row))
+    return _equal(last_number(response), true_number(row))
 
 
 def gsm8k(response: str, row: Row) -> float:
     """1 if the number after the last `####` equals the ground truth; 0 without such a number."""
-    _, mark, answer = _window(response).rpartition("####")
-    match = _NUMBER.search(answer) if mark else None
-    return float(match is not None and _value(match) == _true_number(row))
+    _, mark, answer = response.rpartition("####")
+    return _equal(first_number(answer) if mark else None, true_number(row))
 
 
 def none(response: str, row: Row) -> float:
@@ -73,42 +66,73 @@ LAZY: dict[str, str] = {
     "reasoning_gym": "rl_core.rewards.reasoning:reasoning_gym",
 }
 """Scorers in modules with heavy imports, which are imported on first use."""
+NAMED_REWARDS = {"code": ("tests_passed",)}
+"""Names of the further rewards that a built-in scorer returns."""
+TRUTHS: dict[str, str] = {
+    "numeric": "rl_core.rewards.scorers:true_number",
+    "gsm8k": "rl_core.rewards.scorers:true_number",
+    "code": "rl_core.rewards.code:true_tests",
+    "reasoning_gym": "rl_core.rewards.reasoning:true_problem",
+}
+"""Functions that read the ground truth of a row for a scorer, and raise BrokenTruth if it is unusable."""
+NEAR = 0.7
+"""Similarity of two names, from 0 to 1, above which one may be meant by the other."""
+
+
+def is_builtin(name: str) -> bool:
+    """Whether a scorer belongs to the project; others are functions `package.module:function` named by a setting."""
+    return ":" not in name
+
+
+@functools.lru_cache(maxsize=1024)
+def known_scorer(name: str) -> str | None:
+    """The built-in scorer with this name, or of the data source with this name; None if there is neither."""
+    if name in SCORERS or name in LAZY:
+        return name
+    return load_source(name).SCORER if name in source_names() else None
 
 
 @functools.lru_cache(maxsize=256)
 def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
     """Scorer function for a scorer's name, a data source's name or `package.module:function`.
 
-    Raises InputError with the most similar names if it does not exist.
+    The name must come from a setting, never from a row: it may import any module. Raises InputError if the scorer does
+    not exist.
     """
-    if name in SCORERS:
-        return SCORERS[name]
-    if ":" in name:
+    if not is_builtin(name):
         return _import_scorer(name, where)
-    if name in LAZY:
-        return _import_scorer(LAZY[name], where)
-    if name in source_names() and (scorer := load_source(name).SCORER):
-        return resolve_scorer(scorer, where)
+    scorer = known_scorer(name)
+    if scorer is None:
+        raise unknown_scorer(name, where)
+    return SCORERS[scorer] if scorer in SCORERS else _import_scorer(LAZY[scorer], where)
+
+
+def unknown_scorer(name: str, where: str) -> InputError:
+    """The error for a name, of a setting or of a row's data_source, that is not that of a scorer."""
     names = list(dict.fromkeys([*SCORERS, *LAZY, *(name for name in source_names() if load_source(name).SCORER)]))
-    has_no_source = name == NO_SOURCE
-    nearest = [] if has_no_source else difflib.get_close_matches(name, names, cutoff=0.4)
-    raise InputError(
-        f"a scorer ({', '.join(names)}) or package.module:function",
-        f"'{name}'" + ", the value for rows without a data_source" * has_no_source,
+    nearest = difflib.get_close_matches(name, names, cutoff=NEAR)
+    return InputError(
+        f"a scorer ({', '.join(names)})" + " or package.module:function" * where.startswith("reward."),
+        f"'{name}'" + ", the value for rows without a data_source" * (name == NO_SOURCE),
         where,
         (f"did you mean {' or '.join(nearest)}? " if nearest else "")
-        + "Set reward.function to the scorer of all rows, or name it in the rows' data_source",
+        + "Set reward.function to the scorer of all rows, or reward.sources=[NAME=SCORER] to the scorer of the rows "
+        "with this data_source",
     )
+
+
+def check_truth(name: str, row: Row) -> None:
+    """Raises BrokenTruth if a scorer cannot use the row's ground truth."""
+    if scorer := TRUTHS.get(name):
+        _import_scorer(scorer, "rl_core/rewards/scorers.py")(row)
 
 
 @functools.lru_cache(maxsize=256)
 def wants_trajectory(name: str) -> bool:
     """Whether the named scorer takes the trajectory as third argument; False if it cannot be resolved."""
-    if name in SCORERS or name in LAZY:
+    if is_builtin(name):
         return False  # without importing LAZY modules, which only the scoring processes load
     try:
-        if name in source_names():
-            return wants_trajectory(load_source(name).SCORER or "none")
         parameters = inspect.signature(resolve_scorer(name)).parameters.values()
     except (InputError, ValueError, TypeError):  # errors are reported per response; some builtins have no signature
         return False
@@ -117,6 +141,7 @@ def wants_trajectory(name: str) -> bool:
     return sum(each.kind in positional for each in needed) > 2
 
 
+@functools.lru_cache(maxsize=256)
 def _import_scorer(name: str, where: str) -> Scorer:
     module, _, attribute = name.partition(":")
     try:
@@ -140,23 +165,18 @@ def truth_of(row: Row) -> str:
     return str(row["reward_model"]["ground_truth"])
 
 
-def _true_number(row: Row) -> Decimal:
-    number = _last_number(_window(truth_of(row)))
+def true_number(row: Row) -> Number:
+    """The row's ground truth as a number; raises BrokenTruth if it is not one number."""
+    return _number(truth_of(row))
+
+
+@functools.lru_cache(maxsize=1024)
+def _number(truth: str) -> Number:
+    number = whole_number(truth)
     if number is None:
-        raise ValueError(f"ground truth {truth_of(row)[:80]!r} is not a number")
+        raise BrokenTruth(f"ground truth {truth[:80]!r} is not one number, such as 1,234.5, -1/2, 1 1/2 or 50%")
     return number
 
 
-def _window(text: str) -> str:
-    # Drop a number cut off by the start of the window: it would be read as a different number.
-    return text if len(text) <= WINDOW else text[-WINDOW:].lstrip("0123456789.,")
-
-
-def _last_number(text: str) -> Decimal | None:
-    matches = list(_NUMBER.finditer(text))
-    return _value(matches[-1]) if matches else None
-
-
-def _value(match: re.Match[str]) -> Decimal:
-    number = Decimal(match["digits"].replace(",", "") + (match["power"] or ""))
-    return -number if (match["sign"] or match["inner"]) in ("-", "\u2212") else number
+def _equal(answer: Number | None, truth: Number) -> float:
+    return float(answer is not None and answer.equals(truth))

@@ -1,5 +1,6 @@
 """Scores trajectories as they end, and stores the scores as columns of a batch."""
 
+from math import isnan
 from typing import Any
 
 import torch
@@ -73,4 +74,4 @@ def results_of(batch: DataProto) -> list[RewardResult]:
     columns = batch.non_tensor_batch
     scores, seconds = batch.batch["score"].tolist(), batch.batch["score_seconds"].tolist()
     rows = zip(scores, columns["score_status"], columns["score_detail"], columns["named"], seconds, strict=True)
-    return [RewardResult(score if status == "ok" else None, status, *others) for score, status, *others in rows]
+    return [RewardResult(None if isnan(score) else score, *others) for score, *others in rows]

@@ -76,6 +76,7 @@ def batch_metrics(batch: DataProto, multi_turn: bool) -> Metrics:
         **spread("score", score_B[scored_B]),
         **spread("reward", tensors["token_level_rewards"].sum(-1)[scored_B]),
         "reward/failed_share": 1.0 - scored_B.float().mean().item(),
+        "reward/unreadable_share": float((batch.non_tensor_batch["score_status"] == "unreadable").mean()),
         "reward/seconds_mean": tensors["score_seconds"].mean().item(),
         "reward/seconds_max": tensors["score_seconds"].max().item(),
         "reward/wait": tensors["score_wait"].max().item(),

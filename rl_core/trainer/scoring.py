@@ -13,7 +13,7 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.data.rows import Row
 from rl_core.errors import InputError, TransientError
-from rl_core.rewards.worker import RewardResult
+from rl_core.rewards.worker import MISTAKES, RewardResult
 from rl_core.rollout.scoring import results_of
 
 NAMED = "reward_named/"
@@ -59,19 +59,14 @@ def assign_scores(
 
     Also reads `turn_reward` and `response_length` [B]. An unscored response is not trained: its `response_mask` [B, R]
     becomes 0 and its `uid` unique, so that it leaves its group. Raises TransientError if more than
-    `reward.max_failed_share` of the responses are unscored, InputError as `align_named_rewards`.
+    `reward.max_failed_share` of the responses are unscored, InputError if mistakes of a scorer alone are so many, or as
+    `align_named_rewards`.
     """
     results = collect_results(batch, model, tokenizer)
     if config.reward.shuffle_control:
         results = _of_other_prompts(results, config, step)
     scored_B = torch.tensor([result.score is not None for result in results])
-    failed = [result for result in results if result.score is None]
-    if len(failed) > config.reward.max_failed_share * len(results):
-        raise TransientError(
-            f"step {step}: {len(failed)} of {len(results)} responses could not be scored "
-            f"(limit: reward.max_failed_share={config.reward.max_failed_share}); "
-            f"the first: {failed[0].status}: {failed[0].detail}"
-        )
+    check_failed(results, config.reward.max_failed_share, f"step {step}")
     tensors = batch.batch
     score_B = torch.tensor([result.score or 0.0 for result in results])
     score_B = score_B + config.reward.turn_weight * tensors["turn_reward"] * scored_B
@@ -93,6 +88,27 @@ def assign_scores(
     )
     made.pop(["score", "named"])
     return made
+
+
+def check_failed(results: Sequence[RewardResult], limit: float, where: str) -> None:
+    """Raises an error if more than a share of `limit` of the responses could not be scored: InputError if mistakes of
+    a scorer alone are so many, since a retry would repeat them, else TransientError."""
+    failed = [result for result in results if result.score is None]
+    mistakes = [result for result in failed if result.status in MISTAKES]
+    most, setting = limit * len(results), f"reward.max_failed_share={limit}" if limit else "none may fail"
+    if len(mistakes) > most:
+        raise InputError(
+            f"scores by a scorer without mistakes (limit: {setting})",
+            f"{len(mistakes)} of {len(results)} responses without a score; "
+            f"the first: {mistakes[0].status}: {mistakes[0].detail}",
+            where,
+            "correct the scorer or reward model; for an answer that it cannot read, a scorer returns 0",
+        )
+    if len(failed) > most:
+        raise TransientError(
+            f"{where}: {len(failed)} of {len(results)} responses could not be scored "
+            f"(limit: {setting}); the first: {failed[0].status}: {failed[0].detail}"
+        )
 
 
 def _named_rewards(results: list[RewardResult], config: RunConfig) -> dict[str, torch.Tensor]:

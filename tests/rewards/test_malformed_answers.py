@@ -1,4 +1,4 @@
-"""Ten thousand malformed answers through real scoring processes: nothing hangs or crashes, nothing wrong is right."""
+"""Ten thousand malformed answers through real scoring processes: each has a score, and nothing wrong is right."""
 
 import json
 import random
@@ -115,11 +115,9 @@ def test_no_malformed_answer_hangs_crashes_or_is_right() -> None:
         most = 0.99 if name in ("positions", "reasoning_gym") else 0.0
         if name != "positions" or not text.strip().startswith(TRUTH):
             assert result.score is None or result.score <= most, f"{name}: {text[:200]!r} has score {result.score}"
-    failed = Counter(
-        (name, result.status) for (name, _), result in zip(answers, results, strict=True) if result.score is None
-    )
-    assert set(failed) <= {("math", "error"), ("math", "timeout")}, failed
-    assert sum(failed.values()) < 50, failed
+    statuses = Counter((name, result.status) for (name, _), result in zip(answers, results, strict=True))
+    others = {key: count for key, count in statuses.items() if key[1] != "ok"}
+    assert set(others) <= {("math", "unreadable")}, others
 
 
 @pytest.mark.parametrize("tower", ["9^{9^{9^{9}}}", "(10!)!", "2^{2^{2^{2^{2^{2^{2}}}}}}"])
@@ -127,7 +125,7 @@ def test_a_tower_of_powers_ends_in_time_and_costs_no_other_answer(tower: str) ->
     results = results_of(
         [("math", f"\\boxed{{{tower}}}"), ("math", f"\\boxed{{{TRUTH}}}")], timeout_s=4, function="math"
     )
-    assert results[0].score in (None, 0.0) and results[0].status in ("ok", "error", "timeout")
+    assert results[0].score == 0.0 and results[0].status == "unreadable" and results[0].seconds < 3
     assert results[1].score == 1.0
 
 

@@ -44,15 +44,15 @@ def test_failures_have_a_status_and_cost_no_other_response_its_score() -> None:
     results = scored([*responses, *["fine"] * 20])
     results, again = results[: len(responses)], results[len(responses) :]
     assert [(r.score, r.status) for r in results] == [
-        (None, "error"),
+        (None, "invalid"),
         (0.5, "ok"),
         (None, "timeout"),
         (None, "non_finite"),
         (None, "non_finite"),
         (None, "non_finite"),
-        (None, "error"),
+        (None, "invalid"),
         (1.0, "ok"),
-        (None, "error"),
+        (None, "invalid"),
         (0.5, "ok"),
         (0.5, "ok"),
         (None, "error"),
@@ -80,7 +80,7 @@ def test_a_process_that_is_killed_from_outside_costs_no_score(tmp_path: Path) ->
 
 def test_memory_and_rewards_of_a_scorer_are_limited() -> None:
     results = scored(["eat", "many", "fine"], memory_gb=1.5, timeout_s=20)
-    assert [(result.score, result.status) for result in results] == [(None, "error"), (None, "error"), (0.5, "ok")]
+    assert [(result.score, result.status) for result in results] == [(None, "invalid"), (None, "invalid"), (0.5, "ok")]
     assert "MemoryError" in results[0].detail and "101 rewards" in results[1].detail
 
 
@@ -92,13 +92,14 @@ def test_what_scorers_print_is_limited(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_further_scorers_are_weighted_added_and_named() -> None:
     further = ("scorers_for_tests:lenient=0.5", "exact=-2")
-    results = scored_by(["1 2 3", "4"], [ROW, ROW], function="numeric", extra_functions=further)
+    row = {**ROW, "reward_model": {"ground_truth": "3"}}
+    results = scored_by(["3", "4"], [row, row], function="numeric", extra_functions=further)
     assert results == [
-        RewardResult(1 + 0.5 - 2, "ok", named={"lenient": 1.0, "length": 5.0, "exact": 1.0}),
+        RewardResult(1 + 0.5 - 2, "ok", named={"lenient": 1.0, "length": 1.0, "exact": 1.0}),
         RewardResult(0 + 0.5 + 0, "ok", named={"lenient": 1.0, "length": 1.0, "exact": 0.0}),
     ]
     lost = scored(["raise", "fine"], "lenient", extra_functions=("scorers_for_tests:by_response=1",))
-    assert [(result.score, result.status) for result in lost] == [(None, "error"), (1.5, "ok")]
+    assert [(result.score, result.status) for result in lost] == [(None, "invalid"), (1.5, "ok")]
     assert "by_response" in lost[0].detail and lost[1].named == {"length": 4.0, "by_response": 0.5}
 
 
@@ -107,7 +108,8 @@ def test_a_trajectory_goes_to_the_scorers_that_take_one() -> None:
     assert RewardRunner(own).reads_trajectory(ROW)
     for other in ("scorers_for_tests:lenient", "scorers_for_tests:absent", "math", "exact", "builtins:max"):
         assert not RewardRunner(RewardConfig(function=other)).reads_trajectory(ROW)
-    assert RewardRunner(RewardConfig()).reads_trajectory({**ROW, "data_source": "scorers_for_tests:told"})
+    named = RewardConfig(sources=("mine=scorers_for_tests:told",))
+    assert RewardRunner(named).reads_trajectory({**ROW, "data_source": "mine"})
 
 
 def test_slow_but_timely_responses_all_get_their_score() -> None:

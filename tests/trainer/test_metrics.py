@@ -29,6 +29,7 @@ def batch(mask_BR: torch.Tensor, scored: list[bool], groups: list[str]) -> DataP
         {
             "stop_reason": np.array(["stop", "length"] * (rows // 2), dtype=object),
             "uid": np.array(groups, dtype=object),
+            "score_status": np.array(["ok", "unreadable"] * (rows // 2), dtype=object),
         },
     )
 
@@ -39,7 +40,7 @@ def test_a_step_in_numbers() -> None:
     metrics = batch_metrics(batch(mask_BR, [True, True, True, False], ["a", "a", "b", "c"]), False)
     assert metrics["score/mean"] == 1.0 and metrics["score/max"] == 2.0 and metrics["score/min"] == 0.0
     assert metrics["reward/mean"] == 0.25 and metrics["reward/max"] == 1.25 and metrics["reward/min"] == -0.75
-    assert metrics["reward/failed_share"] == 0.25
+    assert metrics["reward/failed_share"] == 0.25 and metrics["reward/unreadable_share"] == 0.5
     assert metrics["reward/seconds_mean"] == metrics["reward/wait"] == 0.75 and metrics["reward/seconds_max"] == 1.5
     assert metrics["group/equal_share"] == metrics["group/alone_share"] == pytest.approx(2 / 3)
     assert metrics["group/std_mean"] == pytest.approx(math.sqrt(0.5) / 3)

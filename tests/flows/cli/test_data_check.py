@@ -80,14 +80,86 @@ def test_a_folder_and_a_pattern_are_paths(capsys: pytest.CaptureFixture[str], fo
         assert "3 read, 3 kept" in check(capsys, target)[1]
 
 
-def test_a_missing_scorer_stops_a_recipe_and_only_warns_of_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_scorer_stops_a_recipe_and_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     train, val = (write(name, [row(name, data_source="unheard_of")]) for name in ("t.jsonl", "v.jsonl"))
     code, said = check(capsys, train)
-    assert code == 0 and "! warning" in said and "'unheard_of'" in said and "data_source of 1 row (reward" in said
+    assert code == 2 and "✗ error" in said and "'unheard_of'" in said and "data_source of train row 1 (reward" in said
+    assert "a run would reject these rows" in said and check(capsys, train, "reward.function=exact")[0] == 0
+    assert check(capsys, train, "reward.sources=[unheard_of=exact]")[0] == 0
     files = ("data.source=files", f"data.path={train}", f"data.val_path={val}", "data.train_batch_size=1")
     code, said = check(capsys, "grpo", *files, "data.train_batch_size=1")
     assert code == 2 and "✗ error" in said and "'unheard_of'" in said
     assert check(capsys, "grpo", *files, "reward.function=numeric")[0] == 0
+
+
+LEAVES_A_FILE = """
+from pathlib import Path
+Path("IMPORTED").touch()
+def score(response, row):
+    return 1.0
+"""
+
+
+def test_rows_choose_among_scorers_and_import_nothing(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "named_by_data.py").write_text(LEAVES_A_FILE)
+    named = "named_by_data:score"
+    hostile = [named, "builtins:eval", "named_by_data", "rl_core.data.sources.math", "../named_by_data", "math:floor"]
+    for source in hostile:
+        code, said = check(capsys, write("rows.jsonl", [row("1", data_source=source)]))
+        assert code == 2 and f"'{source}'" in said and "reward.sources=[NAME=" in said, said
+    extra = {"scorer": named, "function": named, "task": named, "entry": "{}"}
+    fields = {"reward_model": {"style": named, "ground_truth": "1", "function": named}, "extra_info": extra}
+    assert check(capsys, write("rows.jsonl", [row("1", ability=named, **fields)]))[0] == 0
+    assert not (folder / "IMPORTED").exists() and "named_by_data" not in sys.modules
+    rows = write("rows.jsonl", [row("1", data_source=named)])
+    assert check(capsys, rows, f"reward.sources=[{named}={named}]")[0] == 0
+    assert (folder / "IMPORTED").exists()
+    sys.modules.pop("named_by_data")
+
+
+@pytest.mark.parametrize("truth", ["5 of 8", "3-5", "10:30", "10^3", "three"])
+@pytest.mark.parametrize("scorer", ["numeric", "gsm8k"])
+def test_a_ground_truth_that_is_not_one_number_is_refused(
+    capsys: pytest.CaptureFixture[str], truth: str, scorer: str
+) -> None:
+    rows = [row("1", data_source=scorer, reward_model={"ground_truth": "-1 1/2"})]
+    rows += [row("2", data_source=scorer, reward_model={"ground_truth": truth})]
+    code, said = check(capsys, write("rows.jsonl", rows))
+    assert code == 2 and f"'{truth}' is not one number" in said and "where: train row 2" in said
+    dropping = ("data.drop=[malformed]", "data.max_dropped_share=0.5")
+    code, said = check(capsys, "rows.jsonl", *dropping)
+    assert code == 0 and "2 read, 1 kept (malformed 1)" in said
+
+
+@pytest.mark.parametrize(
+    "truth", ["[]", "no JSON", '{"tests": [1]}', '{"tests": ["a"], "inputs": ["b"], "outputs": ["c"]}']
+)
+def test_a_ground_truth_without_tests_is_refused(capsys: pytest.CaptureFixture[str], truth: str) -> None:
+    code, said = check(
+        capsys, write("rows.jsonl", [row("1", data_source="code", reward_model={"ground_truth": truth})])
+    )
+    assert code == 2 and "a ground truth for the scorer `code`" in said and "where: train row 1" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "seen"),
+    [
+        ("return 'right'", "invalid: scorer 'broken_{0}:score' returned 'right'"),
+        ("return None", "invalid: scorer 'broken_{0}:score' returned None"),
+        ("return float('nan')", "non_finite: "),
+        ("return 1 / 0", "invalid: ZeroDivisionError: division by zero (File "),
+        ("return {'reward': 1.0}", "expected a float or a dict with 'score'"),
+    ],
+)
+def test_a_scorer_with_a_mistake_is_found_by_one_row(
+    capsys: pytest.CaptureFixture[str], folder: Path, request: pytest.FixtureRequest, body: str, seen: str
+) -> None:
+    name = f"broken_{abs(hash(request.node.name))}"
+    (folder / f"{name}.py").write_text(f"def score(response, row):\n    {body}\n")
+    rows = write("rows.jsonl", [row("1"), row("2")])
+    code, said = check(capsys, rows, f"reward.function={name}:score")
+    assert code == 2 and seen.format(name.removeprefix("broken_")) in said, said
+    assert "train row 1" in said and "correct the scorer" in said
 
 
 def test_a_word_that_is_neither_recipe_nor_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +174,7 @@ def test_held_out_rows_of_a_recipe_are_a_setting(capsys: pytest.CaptureFixture[s
 
 def test_the_page_is_written_where_it_is_asked_for(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     rows = write("rows.jsonl", [row("<script>alert(1)</script>", data_source="\x1b[31mred"), row("2")])
-    code, said = check(capsys, rows, "--html", "page.html")
+    code, said = check(capsys, rows, "--html", "page.html", "reward.function=exact")
     page = (folder / "page.html").read_text()
     assert code == 0 and "Rows of rows.jsonl" in page and "<script" not in page
     assert "\x1b" not in said
