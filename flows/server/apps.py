@@ -18,9 +18,12 @@ def serve_command(app: str, port: int) -> list[str]:
 
 
 def prefect_app() -> Guard:
-    """Prefect's server, which checks the secret itself (PREFECT_SERVER_API_AUTH_STRING)."""
+    """Prefect's server, which checks the secret itself; without PREFECT_SERVER_API_AUTH_STRING it does not start."""
     from prefect.server.api.server import create_app
+    from prefect.settings import PREFECT_SERVER_API_AUTH_STRING
 
+    if not PREFECT_SERVER_API_AUTH_STRING.value():
+        raise ValueError("PREFECT_SERVER_API_AUTH_STRING is not set: the server would answer everybody")
     return Guard(create_app(final=True), None)
 
 

@@ -25,8 +25,11 @@ class Guard:
     def __init__(self, app: ASGIApp, secret: str | None, hosts: frozenset[str] | None = LOOPBACK) -> None:
         """`secret` is the password of any user, or the bearer token; with None the app checks it.
 
-        `hosts` are the names under which the server is reached; None accepts all.
+        `hosts` are the names under which the server is reached; None accepts all. Raises ValueError for an empty
+        secret.
         """
+        if secret == "":
+            raise ValueError("the secret is empty")
         self._app, self._hosts = app, hosts
         self._secret = None if secret is None else secret.encode()
 

@@ -96,6 +96,9 @@ def test_the_guard_of_vllm_takes_its_key_and_answers_on_every_address(monkeypatc
     assert status(KeyGuard(APP), Host="gpu-7.lan:8000") == 200
     assert status(KeyGuard(APP), Host="gpu-7.lan:8000", Authorization="") == 401
     assert status(KeyGuard(APP), Host="gpu-7.lan:8000", Origin="http://evil.example") == 403
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    with pytest.raises(ValueError, match="empty"):
+        KeyGuard(APP)
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(KeyError):
         KeyGuard(APP)

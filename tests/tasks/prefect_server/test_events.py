@@ -1,16 +1,20 @@
 """Moves are events of a Prefect server, when there is one."""
 
 import logging
+import os
 import socket
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
+from support_attacks import EVIL, answer
 from support_registry import registry_with
 
+from flows.server.prefect_api import basic_login
 from tasks.prefect_server.events import TIMEOUT_S, emit
 
 
@@ -26,6 +30,19 @@ def test_promotion_and_rollback_are_events_of_the_server(sqlite_uri: str, tmp_pa
         while (seen := events("sorter")) != wanted and time.monotonic() < deadline:
             time.sleep(0.5)
         assert seen == wanted
+        # The server that Prefect starts for one process, as for a run, requires the secret of the home folder.
+        for headers, status in (({}, 401), ({"Authorization": basic_login("guessed")}, 401), (own_login(), 200)):
+            assert answer(f"{PREFECT_API_URL.value()}/flow_runs/filter", headers, {}) == status
+            assert EVIL not in allowed_origins(f"{PREFECT_API_URL.value()}/flow_runs/filter")
+
+
+def own_login() -> dict[str, str]:
+    return {"Authorization": basic_login(os.environ["PREFECT_API_AUTH_STRING"])}
+
+
+def allowed_origins(url: str) -> str:
+    headers = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
+    return httpx.options(url, headers=headers).headers.get("Access-Control-Allow-Origin", "").replace("*", EVIL)
 
 
 def events(model: str) -> list[tuple[str, str]]:
