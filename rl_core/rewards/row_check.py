@@ -9,7 +9,9 @@ from rl_core.config.reward import RewardConfig
 from rl_core.data.rows import NotScored
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError
+from rl_core.rewards.code import code
 from rl_core.rewards.judge import JUDGE, check_judge
+from rl_core.rewards.programs import check_isolation
 from rl_core.rewards.runner import RewardRunner, scorer_of
 from rl_core.rewards.scorers import (
     BrokenTruth,
@@ -40,8 +42,8 @@ class RowCheck:
         try:
             scorer = scorer_of(self.config, row["data_source"], f"data_source of {where} (reward.function is unset)")
             names = [scorer, *self.config.extra_weights]
-            for name in names:
-                resolve_scorer(name)
+            if code in [resolve_scorer(name) for name in names]:
+                check_isolation(self.config.code.isolation)
             if JUDGE in names:
                 check_judge(self.config.judge)
         except InputError as error:

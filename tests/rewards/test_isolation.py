@@ -79,8 +79,9 @@ print(code(response, row), os.path.exists({str(trace)!r}))
 def test_the_data_check_refuses_it(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(row(tests=["1"]) | {"prompt": [{"role": "user", "content": "1"}]}))
-    result, said = refused(REFUSE, "data", "check", str(rows), "reward.function=code", home=tmp_path)
-    assert result == 2 and "unshare: Operation not permitted" in said and "a run would reject these rows" in said
+    for chosen in (["reward.function=code"], []):
+        result, said = refused(REFUSE, "data", "check", str(rows), *chosen, home=tmp_path)
+        assert result == 2 and "unshare: Operation not permitted" in said and "would accept" not in said
     settings = ["reward.function=code", "reward.code.isolation=none"]
     assert refused(REFUSE, "data", "check", str(rows), *settings, home=tmp_path)[0] == 0
 
