@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from support_pages import Page
 
+from rl_core.config.reward import CodeConfig
 from rl_core.reports.report import MAX_SAMPLES, render_report, scoring_rows
 
 RUN = {
@@ -50,6 +51,13 @@ def test_page_tells_everything_once() -> None:
                   "0.48 → 0.8", "actor.optim.lr", "0.0005", "recipe demo", "log prob"):  # fmt: skip
         assert words in page.text, words
     assert {"answer wrong", "answer right"} <= {a.get("class") for _, a in page.tags}
+
+
+def test_programs_without_isolation_are_among_the_facts() -> None:
+    risk = CodeConfig(isolation="none").risk
+    text = Page(render_report({**RUN, "programs": risk}, records(5), [sample()], SUMMARY)).text
+    assert "Programs written by the model are not isolated (reward.code.isolation=none)" in text
+    assert "isolated" not in Page(render_report({**RUN, "programs": CodeConfig().risk}, [], [], SUMMARY)).text
 
 
 def test_page_needs_nothing_from_outside() -> None:
