@@ -11,12 +11,14 @@ from support_data import row
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.config.data import DataConfig
+from rl_core.config.reward import RewardConfig
 from rl_core.data import check
-from rl_core.data.check import Dropped, check_data
+from rl_core.data.check import CheckRow, Dropped, check_data
 from rl_core.data.dataset import ToolsOf, without_tools
 from rl_core.data.page import render_data_report
 from rl_core.data.report import DataReport
 from rl_core.data.row_counts import MAX_NAMES, OTHERS, Hashes, Names
+from rl_core.rewards.row_check import RowCheck
 from rl_core.rollout.agent.toolbox import row_schemas
 
 Rows = list[dict[str, Any]]
@@ -26,10 +28,18 @@ CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters
 class Checked:
     """A look at rows: the report, what stays of each split, what is dropped and what was said meanwhile."""
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, tools_of: ToolsOf) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        tools_of: ToolsOf,
+        check_row: CheckRow = lambda row, where: None,
+    ) -> None:
         self.kept: dict[str, list[str]] = {"train": [], "val": []}
         self.dropped: list[Dropped] = []
-        self.report = check_data(config, 0, tokenizer, tools_of, self._keep, on_drop=self.dropped.append)
+        self.report = check_data(
+            config, 0, tokenizer, tools_of, self._keep, check_row=check_row, on_drop=self.dropped.append
+        )
 
     def _keep(self, split: str, row: dict[str, Any], tokens: int) -> None:
         self.kept[split].append(row["prompt"][-1]["content"])
@@ -46,13 +56,19 @@ Look = Callable[..., Checked]
 def look(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Look:
     """Looks at files with the given rows."""
 
-    def make(train: Rows, val: Rows, tools_of: ToolsOf = without_tools, **data: Any) -> Checked:
+    def make(
+        train: Rows,
+        val: Rows,
+        tools_of: ToolsOf = without_tools,
+        check_row: CheckRow = lambda row, where: None,
+        **data: Any,
+    ) -> Checked:
         paths = {}
         for name, rows in (("path", train), ("val_path", val)):
             paths[name] = str(tmp_path / f"{name}.jsonl")
             Path(paths[name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = DataConfig.model_validate({"source": "files", "train_batch_size": 1, **paths, **data})
-        return Checked(config, tokenizer, tools_of)
+        return Checked(config, tokenizer, tools_of, check_row)
 
     return make
 
@@ -127,6 +143,24 @@ def test_one_prompt_with_other_secrets_of_a_tool_is_another_problem(look: Look) 
 
     report = look([secret(1), secret(2), secret(2)], [secret(3)]).report
     assert report.of("train")[0].faults == {"duplicate": 1} and report.stops == []
+
+
+def test_rows_are_judged_by_their_scorers(look: Look) -> None:
+    """A broken ground truth can be dropped; a row without a scorer always stops the run."""
+    judge = RowCheck(RewardConfig())
+    rows = [row("1"), row("2", data_source="numeric", reward_model={"ground_truth": "5 of 8"})]
+    [problem] = look(rows, [row("9")], check_row=judge).report.stops
+    assert (problem.where, "data.drop=[malformed]" in problem.fix) == ("train row 2", True)
+    assert (
+        "'5 of 8' is not one number" in problem.seen and problem.expected == "a ground truth for the scorer `numeric`"
+    )
+    dropping: dict[str, Any] = {"drop": ("malformed",), "max_dropped_share": 0.5}
+    assert look(rows, [row("9")], check_row=judge, **dropping).kept["train"] == ["1"]
+    for source in ("unheard_of", "builtins:eval", "judge"):
+        rows = [row("1"), row("2", data_source=source), row("3", data_source=source)]
+        [problem] = look(rows, [row("9")], check_row=judge, **dropping).report.stops
+        assert problem.rows == 2 and "data.drop" not in problem.fix
+        assert "train row 2" in problem.where or source == "judge"
 
 
 def test_more_dropped_rows_than_allowed_stop_the_run(look: Look) -> None:

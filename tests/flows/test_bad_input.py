@@ -72,6 +72,16 @@ def test_parts_that_are_not_there(tmp_path: Path, settings: list[str], words: st
     assert words in str(refusal.value)
 
 
+def test_a_scorer_with_a_mistake_ends_before_anything_starts(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_mistake.py").write_text("def score(response, row):\n    return 'right'\n")
+    runs = set(home.glob("runs/*"))
+    done = rollforward(home, "run", "demo", "reward.function=my_mistake:score", folder=tmp_path, timeout=120)
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    for part in ("expected: a score from `my_mistake:score`", "returned 'right'", "train row 1", "correct the scorer"):
+        assert part in done.output
+    assert set(home.glob("runs/*")) == runs
+
+
 def test_a_ray_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(InputError, match="RAY_ADDRESS=127.0.0.1:9"):

@@ -18,7 +18,8 @@ from rl_core.data.protocol import DataProto
 from rl_core.data.rows import make_row
 from rl_core.errors import InputError, TransientError
 from rl_core.models.tiny import build_tokenizer
-from rl_core.rewards.worker import RewardResult, failure
+from rl_core.rewards.worker import RewardResult, failure, unreadable
+from rl_core.rollout.scoring import score_columns
 from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.trainer import batch as batches
 from rl_core.trainer.advantage import apply_kl, apply_rollout_correction
@@ -172,6 +173,26 @@ def test_too_many_responses_without_a_score_are_a_transient_error() -> None:
     score(batch, [None] * 3 + [1.0] * 9, run)
     with pytest.raises(TransientError, match="step 7: 4 of 12 .*max_failed_share=0.25.*timeout: too slow"):
         score(batch, [None] * 4 + [1.0] * 8, run)
+
+
+@pytest.mark.parametrize("status", ["invalid", "non_finite"])
+def test_mistakes_of_a_scorer_are_not_retried(status: Any) -> None:
+    run = config(reward={"max_failed_share": 0.25})
+    mistake, late, fine = failure(status, "it is wrong"), failure("timeout", "too slow"), RewardResult(1.0, "ok")
+    batch = rolled_out(run).union(score_columns([mistake] * 4 + [fine] * 8, 0.0))
+    with pytest.raises(InputError, match=f"4 of 12 responses without a score; the first: {status}: it is wrong"):
+        assign_scores(batch, None, TOKENIZER, run, 7)
+    batch = rolled_out(run).union(score_columns([mistake] * 3 + [late] + [fine] * 8, 0.0))
+    with pytest.raises(TransientError, match="4 of 12"):
+        assign_scores(batch, None, TOKENIZER, run, 7)
+
+
+def test_an_unreadable_response_is_trained_with_its_score_of_0() -> None:
+    run = config(reward={"max_failed_share": 0.0})
+    results = [unreadable("math", "a tower of powers")] * 6 + [RewardResult(1.0, "ok")] * 6
+    scored = assign_scores(rolled_out(run).union(score_columns(results, 0.0)), None, TOKENIZER, run, 7)
+    assert scored.batch["scored"].all() and scored.batch["token_level_scores"].sum().item() == 6
+    assert scored.non_tensor_batch["score_status"].tolist() == ["unreadable"] * 6 + ["ok"] * 6
 
 
 @pytest.mark.parametrize("step", range(20))
