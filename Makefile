@@ -35,9 +35,8 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml $(wildcard requirements/*.lock)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade "pip<27" "setuptools>=77,<81" wheel
 	$(BIN)/python install.py $(EXTRA)
 	touch $@
 

@@ -1,9 +1,9 @@
-"""Installs Rollforward with tested dependency versions into the environment that runs this file.
+"""Installs Rollforward into the environment that runs this file, with the packages of requirements/*.lock.
 
     python install.py cpu|gpu
 
-Handles two problems of the CPU variant: the CPU build of torch is not on every default index, and vLLM depends on
-torchvision, torchaudio and torchcodec, whose default builds break transformers with a CPU build of torch.
+Every file is checked against the hashes of its lock, and nothing is built from source. The CPU build of torch, which
+is not on every index, has a lock of its own; it lists the file for Python 3.11 only.
 """
 
 import subprocess
@@ -11,33 +11,36 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
-CPU_TORCH = "torch==2.13.0+cpu"
+LOCKS = HERE / "requirements"
+CHECKED = ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
 
 
-def pip(*arguments: str) -> bool:
-    """Runs pip in this environment; returns whether it succeeded."""
-    return subprocess.run([sys.executable, "-m", "pip", *arguments], check=False).returncode == 0
+def run(*command: str) -> bool:
+    """Runs a module of this environment; returns whether it succeeded."""
+    return subprocess.run([sys.executable, "-m", *command], check=False).returncode == 0
+
+
+def install_cpu_torch() -> bool:
+    """Installs the CPU build of torch, from PyTorch's index of CPU builds if the default one has none."""
+    if sys.version_info[:2] == (3, 11):
+        source = [*CHECKED, "--requirement", str(LOCKS / "cpu-torch.lock")]
+    else:
+        print("install: no hash of torch's CPU build for this Python is known; it is installed by its version")
+        source = ["--no-deps", "--requirement", str(LOCKS / "cpu-torch.in")]
+    # uv, which is in the lock, knows the address of that index.
+    return run("pip", "install", "--quiet", *source) or run("uv", "pip", "install", "--torch-backend", "cpu", *source)
 
 
 def main(extra: str) -> int:
-    """Installs the project with an extra and its test tools; returns the exit code."""
-    if extra == "cpu" and not pip("install", "--quiet", CPU_TORCH):
-        # uv knows the index of PyTorch's CPU builds.
-        uv = ["-m", "uv", "pip", "install", "--torch-backend", "cpu", CPU_TORCH]
-        if not pip("install", "--quiet", "uv") or subprocess.run([sys.executable, *uv], check=False).returncode:
-            print(
-                f"install: failed to install {CPU_TORCH}; "
-                "install it from PyTorch's index of CPU builds, then rerun install.py"
-            )
-            return 1
-    constraints = ["--constraint", str(HERE / "constraints.txt")] if extra == "cpu" else []
+    """Installs the packages of a set, then the project itself; returns the exit code."""
     print("Installing (a few minutes, about 5 GB) …", flush=True)
-    if not pip("install", "--quiet", *constraints, "--editable", f"{HERE}[{extra},s3,dev]"):
+    if not run("pip", "install", "--quiet", *CHECKED, "--requirement", str(LOCKS / f"{extra}.lock")):
         return 1
-    if extra == "cpu":
-        pip("uninstall", "--quiet", "--yes", *UNWANTED)
-    return 0
+    if extra == "cpu" and not install_cpu_torch():
+        print("install: failed to install the CPU build of torch; install requirements/cpu-torch.in, then rerun")
+        return 1
+    project = ["--no-deps", "--no-build-isolation", "--editable", str(HERE)]
+    return 0 if run("pip", "install", "--quiet", *project) else 1
 
 
 if __name__ == "__main__":

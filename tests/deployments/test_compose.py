@@ -33,13 +33,13 @@ def user_of_target(target: str) -> str:
     """The user that the last USER of a stage of the Dockerfile names."""
     stages = re.split(r"(?m)^FROM ", DOCKERFILE)
     (stage,) = [text for text in stages if re.match(rf"\S+ AS {target}\n", text)]
-    return re.findall(r"(?m)^USER (\S+)", stage)[-1]
+    return str(re.findall(r"(?m)^USER (\S+)", stage)[-1])
 
 
 def test_linters_find_nothing() -> None:
     config = str(FOLDER / ".compose-lint.yml")
-    lint = [TOOLS / "compose-lint", "check", "--quiet", "--strict-config", "--fail-on", "low", "--config", config]
-    for command in ([*lint, FOLDER / "compose.yaml"], [TOOLS / "hadolint", FOLDER / "Dockerfile"]):
+    lint = [str(TOOLS / "compose-lint"), "check", "--quiet", "--strict-config", "--fail-on", "low", "--config", config]
+    for command in ([*lint, str(FOLDER / "compose.yaml")], [str(TOOLS / "hadolint"), str(FOLDER / "Dockerfile")]):
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
 

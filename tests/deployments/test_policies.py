@@ -19,7 +19,7 @@ def clients() -> Iterator[dict[str, Any]]:
         root = {"aws_access_key_id": "root", "aws_secret_access_key": "root"}
 
         def client(service: str, **keys: str) -> Any:
-            return boto3.client(service, endpoint_url=endpoint, region_name="us-east-1", **keys)  # type: ignore[call-overload]
+            return boto3.client(service, endpoint_url=endpoint, region_name="us-east-1", **keys)
 
         client("s3", **root).create_bucket(Bucket="rollforward")
         client("s3", **root).put_object(Bucket="rollforward", Key="mlflow/metrics", Body=b"")
