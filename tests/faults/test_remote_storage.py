@@ -235,14 +235,16 @@ def test_names_in_a_manifest_lead_nowhere_else(direct: Store, tmp_path: Path, na
 
 
 def test_a_lease_outlives_an_outage(proxy: Proxy, direct: Store) -> None:
-    store = Store("s3://runs/team/one", 0.5)
+    store = Store("s3://runs/team/one")
     lease = Lease(store, "one", renew_s=0.2, expire_s=1.0, machine="one machine")
+    store.timeout_s = 0.5
     proxy.disturb("503")
     time.sleep(2.5)
     assert not lease.lost
     with pytest.raises(TransientError):  # a retry may cure it
         lease.check()
     proxy.calm()
+    store.timeout_s = TIMEOUT_S
     lease.check()
     with pytest.raises(InputError, match="held by|working on"):
         Lease(direct, "one", renew_s=0.2, expire_s=30.0, machine="another machine")
