@@ -335,9 +335,9 @@ def endless(place: Place, first: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_port_of_servers_and_runs_is_on_the_loopback_address(place: Place, endless: dict[str, Any]) -> None:
-    """There each of them asks for a secret as well: the servers for that of the home folder, Ray's processes for its
-    token, the worker for the token of a flow run (the channel by which it announces a cancellation). Only the store and
-    the connections of a process group ask for none: other users of the machine must not be trusted by its firewall."""
+    """Nearly all ask for a secret as well: the servers for that of the home folder, Ray's processes for its token, the
+    worker for the token of a flow run (the channel by which it announces a cancellation). The store and the connections
+    of a process group, and the figures of Ray's autoscaler, ask for none: users of this machine can reach them."""
     processes = [*service_processes(place.home), place.process_of(endless["id"])]
     ports = listening(processes)
     owners = " ".join(ports.values())
