@@ -67,7 +67,7 @@ def test_it_goes_on_when_there_is_room_and_makes_again_what_is_damaged(
     (disk / "filler").unlink()
     run = disk / "small"
     newest = max((run / "checkpoints").glob("*/manifest.json")).parent
-    shard = next((newest / "actor").glob("*.distcp"))
+    shard = next(newest.rglob("*.distcp"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
