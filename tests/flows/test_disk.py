@@ -77,7 +77,7 @@ def test_it_goes_on_when_there_is_room_and_makes_again_what_is_damaged(
     done = rollforward(home.with_name("disk home"), *RUN, f"storage.root={disk}")
     assert done.code == 0, done.output
     for words in (
-        f"{newest} is damaged and is skipped: actor/{shard.name}: wrong checksum",
+        f"{newest} is damaged and is skipped: {shard.relative_to(newest)}: wrong checksum",
         f"{run}/data is damaged and will be rebuilt: train/part_00000.parquet: wrong size",
         f"{run}/warm_start is damaged and will be rebuilt: model.safetensors: missing",
     ):
