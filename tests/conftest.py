@@ -34,7 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONP
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|changed_data)\.py)")
+ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|changed_data|variants)\.py)")
 TOGETHER = re.compile(r"^tests/rollout/")
 FIRST = re.compile(r"tests/(flows|faults|learning)/")
 # The tests of `make quick`, which need no Ray, no vLLM and no servers.
