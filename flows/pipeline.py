@@ -1,4 +1,5 @@
-"""The main flow: trains, evaluates, registers and, if the gate allows, promotes a model."""
+"""The stages in order, for the deployed flow in flows/post_train.py and for `rollforward run`: trains, evaluates,
+registers and, if the gate allows, promotes a model."""
 
 import signal
 import time

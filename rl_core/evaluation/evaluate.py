@@ -26,7 +26,7 @@ from rl_core.evaluation.statistics import bootstrap_interval, majority_at_k, pas
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
 from rl_core.trainer.batch import response_seeds
-from rl_core.trainer.scoring import answer_texts, check_failed, collect_results
+from rl_core.trainer.reward_columns import answer_texts, check_failed, collect_results
 
 SAMPLES_SHOWN = 20
 TURNS_KEPT = 8

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from rl_core.trainer.reward_columns import NAMED
 from rl_core.trainer.rollout_file import rollout_table
-from rl_core.trainer.scoring import NAMED
 
 NEEDED = (
     "uid", "row", "prompt_ids", "responses", "response_mask", "version", "old_log_probs",

@@ -1,4 +1,4 @@
-"""Rollout correction, KL in the reward and advantages of a scored batch."""
+"""Rollout correction, KL in the reward and advantages of a scored batch; trainer/reward_columns.py adds the scores."""
 
 from rl_core.algorithms.advantages import ESTIMATORS, group_index
 from rl_core.algorithms.correction import importance_weights, rejection_mask
@@ -7,7 +7,7 @@ from rl_core.algorithms.masked import masked_mean
 from rl_core.config.schema import CorrectionConfig, RunConfig
 from rl_core.data.protocol import DataProto, Metrics
 from rl_core.errors import InputError
-from rl_core.trainer.scoring import NAMED
+from rl_core.trainer.reward_columns import NAMED
 
 
 def apply_correction_and_kl(batch: DataProto, config: RunConfig, controller: KLController) -> tuple[DataProto, Metrics]:

@@ -20,8 +20,8 @@ from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
 from rl_core.trainer.advantage import apply_correction_and_kl, compute_advantages
 from rl_core.trainer.batch import training_rows
+from rl_core.trainer.reward_columns import NAMED, apply_overlong_penalty
 from rl_core.trainer.rollout_file import rollout_table
-from rl_core.trainer.scoring import NAMED, apply_overlong_penalty
 from rl_core.training.losses import policy_loss, select_tokens
 
 NEEDED = ("uid", "prompt_ids", "responses", "response_mask", "scored", "entropy", "sum_pi_squared")

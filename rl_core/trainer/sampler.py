@@ -9,8 +9,8 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto, Metrics
 from rl_core.errors import TrainingError
 from rl_core.trainer.metrics import Phases, spread
+from rl_core.trainer.reward_columns import align_named_rewards, apply_overlong_penalty, assign_scores
 from rl_core.trainer.rollout_queue import RolloutQueue
-from rl_core.trainer.scoring import align_named_rewards, apply_overlong_penalty, assign_scores
 
 
 class Sampler:

@@ -1,4 +1,7 @@
-"""Finds the run that a command means, decides whether it starts or resumes, and takes its lease."""
+"""Finds the run that a command means, decides whether it starts or resumes, and takes its lease.
+
+The step from which it resumes is chosen by trainer/checkpoints.py.
+"""
 
 import fcntl
 import os

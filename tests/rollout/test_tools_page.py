@@ -19,7 +19,7 @@ from rl_core.models.load import load_tokenizer
 from rl_core.rewards.scorers import numeric
 from rl_core.rollout.agent.parsers import PARSERS, ToolCall
 from rl_core.rollout.agent.toolbox import ToolOutcome
-from rl_core.trainer.scoring import assign_scores
+from rl_core.trainer.reward_columns import assign_scores
 
 SCHEMAS = {"add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}
 

@@ -19,7 +19,7 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.trainer import rollout_queue
 from rl_core.trainer import trainer as loop
-from rl_core.trainer.scoring import NAMED
+from rl_core.trainer.reward_columns import NAMED
 from rl_core.training.losses import select_tokens
 
 PHASES = ("prompts", "rollout", "score", "log_prob", "advantage", "update")

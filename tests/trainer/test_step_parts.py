@@ -24,8 +24,8 @@ from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.trainer import batch as batches
 from rl_core.trainer.advantage import apply_kl, apply_rollout_correction
 from rl_core.trainer.batch import balanced_order, policy_filter
+from rl_core.trainer.reward_columns import assign_scores
 from rl_core.trainer.rollout_file import rollout_parquet
-from rl_core.trainer.scoring import assign_scores
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -1,4 +1,7 @@
-"""Pushes weights from the sharded training engine to the rollout engine, and verifies them with a canary."""
+"""Pushes weights from the sharded training engine to the colocated rollout engine, and verifies them with a canary.
+
+A pool's engines get them through cluster/rollout_pool.py.
+"""
 
 import tempfile
 from pathlib import Path
