@@ -35,7 +35,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Trial]:
 
 def owner_lives(semaphore: str) -> bool:
     """Whether the process lives that made a semaphore `sem.loky-PID-…`."""
-    return psutil.pid_exists(int(semaphore.split("-")[1]))
+    return bool(psutil.pid_exists(int(semaphore.split("-")[1])))
 
 
 def test_every_kill_happened_and_the_run_went_on(trials: tuple[Trial, Trial]) -> None:
