@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,10 @@ def _write_shards(state: dict[str, Any], store: Store, folder: str, group: dist.
     local, (parent, _, name) = store.local_path(folder), folder.rpartition("/")
     if local is not None:
         with _real_cause(str(local), writing=True):
-            make_folder(local)  # torch creates folders that a power cut may remove
+            # torch creates folders that a power cut may remove. An error here would leave the other ranks waiting in
+            # `save`, which reports it to all of them.
+            with suppress(OSError):
+                make_folder(local)
             dcp.save(state, checkpoint_id=local, process_group=group)
         rank = dist.get_rank(group)
         files = [*local.glob(f"__{rank}_*"), *([local / METADATA] if rank == 0 else [])]
