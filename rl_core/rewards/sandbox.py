@@ -264,9 +264,8 @@ def _lock_in(isolation: str, rules: bytes, cpu_s: int) -> None:
 
 def _supervise(program: int, messages: int, answers: int, report: int, tests: int | None, watched: bool) -> int:
     """Waits for the program, hands out its tests once it has run, and ends it if all processes use too much memory."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # a first process gets no signal from inside that it has no handler for
+    # Python's handler goes: the first process gets no signal from inside that it has no handler for.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ended, started, pending = os.pidfd_open(program), False, b""
     listening = [messages]
     while True:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
@@ -78,15 +77,6 @@ def test_there_is_a_reason_to_train_once_unless_something_triggers_it(tmp_path: 
     assert plan(None)["reason"] is None and plan(None)["version"] is None
     assert plan("a person")["reason"] == "trigger: a person"
     assert plan(None, "data.difficulty=4")["reason"] == "the data has changed"
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that lives."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 @pytest.fixture

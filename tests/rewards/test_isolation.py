@@ -18,6 +18,7 @@ from rl_core.errors import InputError
 from rl_core.rewards import programs, sandbox
 from rl_core.rewards.code import code
 from rl_core.rewards.runner import check_scorers
+from rl_core.rewards.worker import score_chunk
 
 REFUSE = """import ctypes, struct, sys
 from rl_core.rewards import seccomp
@@ -53,6 +54,7 @@ def test_nothing_runs_where_namespaces_are_refused(tmp_path: Path) -> None:
         REFUSE.partition("from flows")[0]
         + f"""from rl_core.rewards.code import code
 from rl_core.rewards.runner import check_scorers
+from rl_core.rewards.worker import score_chunk
 from rl_core.config.reward import CodeConfig, RewardConfig
 from rl_core.errors import InputError
 from rl_core.rewards.programs import isolate
@@ -171,3 +173,12 @@ def test_what_it_prints_and_reports_is_read_up_to_a_limit() -> None:
     assert code(block(FLOODS), row(tests=["assert x == 1", "assert x == 2"]))["tests_passed"] == 0.5
     ended = programs.run_program("print('1' * (2 << 20))", time.monotonic() + 9)
     assert not ended.succeeded and len(ended.output) <= sandbox.FILE_SIZE
+
+
+def test_a_refusal_on_the_way_is_no_score_of_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise InputError("namespaces", "none", "this machine", "allow them")
+
+    monkeypatch.setattr("rl_core.rewards.code.run_program", refuse)
+    (result,) = score_chunk([("code", block("pass"), row(tests=["1"]), None)], 1.0)
+    assert (result.score, result.status) == (None, "error")

@@ -2,21 +2,11 @@
 
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from rl_core.runtime.process import Process, boot_id
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 def test_a_clock_that_is_set_changes_nothing(sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
