@@ -12,7 +12,7 @@ from rl_core.storage import run_files
 from rl_core.storage.manifest import Json
 from tasks.evaluate import champion_result
 from tasks.registry.registry import CHAMPION
-from tasks.runs.run import committed_records
+from tasks.runs.run import last_records
 from tasks.session.session import Session
 from tasks.stage import stage
 
@@ -84,7 +84,7 @@ def _promote(session: Session, version: str, step: int) -> None:
     decision = decide(
         session.store.read_json(run_files.evaluation(step)),
         champion,
-        last_metrics(committed_records(session.store)),
+        last_metrics(last_records(session.store, GUARD_STEPS)),
         gate,
         _reload_result(session, version),
     )
@@ -98,10 +98,10 @@ def _promote(session: Session, version: str, step: int) -> None:
 
 
 def last_metrics(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean of each metric over the last steps that have it."""
-    last = [record["metrics"] for record in records[-GUARD_STEPS:]]
-    names = {name for metrics in last for name in metrics}
-    return {name: statistics.fmean(metrics[name] for metrics in last if name in metrics) for name in names}
+    """Mean of each metric over the records that have it."""
+    found = [record["metrics"] for record in records]
+    names = {name for metrics in found for name in metrics}
+    return {name: statistics.fmean(metrics[name] for metrics in found if name in metrics) for name in names}
 
 
 def _verdict(decision: Decision, approval: bool) -> str:

@@ -13,7 +13,7 @@ from rl_core.storage import run_files
 from rl_core.storage.manifest import Json
 from tasks.export import export
 from tasks.registry.lineage import ALSO_PREFIX, versions_with_tag
-from tasks.runs.run import code_version, committed_records, package_versions
+from tasks.runs.run import code_version, package_versions, sampled_records
 from tasks.session.session import Session
 from tasks.stage import stage
 
@@ -95,7 +95,7 @@ def _with_card(
     }
     rows = session.store.read_manifest(run_files.DATA)
     assert rows is not None
-    card = render_card(facts, before, after, rows["meta"], committed_records(session.store)).encode()
+    card = render_card(facts, before, after, rows["meta"], sampled_records(session.store)).encode()
     committed = {file["path"]: file["sha256"] for file in manifest["files"]}
     if committed.get(CARD) == hashlib.sha256(card).hexdigest():
         return manifest

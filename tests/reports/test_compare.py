@@ -10,7 +10,7 @@ from rl_core.reports.compare import Side, metric_rows, render_comparison, score_
 def side(name: str, *overrides: str, steps: int = 3, **metrics: Any) -> Side:
     values = {"reward/mean": 0.5, "time/step": 30.0, **metrics}
     records = [{"step": step, "metrics": {k: v * step for k, v in values.items()}} for step in range(1, steps + 1)]
-    return Side(name, compose("demo", overrides).config, {"greedy": 0.5}, records)
+    return Side(name, compose("demo", overrides).config, {"greedy": 0.5}, steps, records)
 
 
 def test_a_metric_that_one_run_lacks_and_equal_settings_are_left_out() -> None:
