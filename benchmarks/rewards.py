@@ -1,13 +1,16 @@
 """Measures how fast 4,096 trajectories that end at once are scored, and how busy two cores are.
 
 python -m benchmarks.rewards [RESPONSES=4096 [PROGRAMS=100]]: scorer `math` on GSM8K-like solutions that need its
-verifier, and a scorer that computes for 2 ms, each with one and with two scoring processes. `busy` is the CPU time of
-the scoring processes divided by wall time × two cores; `at work` is the share of their time spent on a response, which
-is higher on a loaded machine. `scoring` is the time within scorers, `queueing` the mean waiting time of a response.
-Then PROGRAMS programs that print a number run one after another, alternately with and without namespaces.
+verifier, and a scorer that computes for 2 ms, each with one and with two scoring processes; none with RESPONSES=0.
+`busy` is the CPU time of the scoring processes divided by wall time × two cores; `at work` is the share of their time
+spent on a response, which is higher on a loaded machine. `scoring` is the time within scorers, `queueing` the mean
+waiting time of a response.
+Then PROGRAMS programs that print a number run one after another, alternately with and without namespaces; their CPU
+time (user and system, of the program and its sandbox) depends less on other load than their wall time.
 """
 
 import asyncio
+import resource
 import statistics
 import sys
 import time
@@ -77,30 +80,37 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def programs(count: int) -> dict[Isolation, list[float]]:
-    """Seconds of each program by isolation."""
-    seconds: dict[Isolation, list[float]] = {isolation: [] for isolation in get_args(Isolation)}
+def programs(count: int) -> dict[Isolation, list[tuple[float, float]]]:
+    """CPU and wall seconds of each program by isolation."""
+    seconds: dict[Isolation, list[tuple[float, float]]] = {isolation: [] for isolation in get_args(Isolation)}
     for _ in range(count):
         for isolation, times in seconds.items():
-            begin = time.perf_counter()
+            cpu, begin = process_seconds(), time.perf_counter()
             assert run_program("print(1)", time.monotonic() + 60, isolation=isolation).output == "1\n"
-            times.append(time.perf_counter() - begin)
+            times.append((process_seconds() - cpu, time.perf_counter() - begin))
     return seconds
+
+
+def process_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def main(responses: int = 4096, count: int = 100) -> None:
     """Measures and prints the table."""
     names = ("wall s", "busy", "at work", "scoring s", "queueing s", "longest s", "right")
     print(f"{'scorer':28}{'processes':>10}" + "".join(f"{name:>12}" for name in names), flush=True)
-    for scorer in SCORERS:
+    for scorer in SCORERS if responses else ():
         for processes in (1, 2):
             found = asyncio.run(measure(scorer, processes, responses))
             shares = f"{found.wall:12.2f}{found.busy:12.0%}{found.at_work:12.0%}"
             seconds = f"{found.scoring:12.2f}{found.queueing:12.2f}{found.longest:12.3f}"
             print(f"{scorer:28}{processes:10}{shares}{seconds}{found.right:12}", flush=True)
     for isolation, each in programs(count).items():
-        times = f"median {statistics.median(each) * 1000:.0f} ms, fastest {min(each) * 1000:.0f} ms"
-        print(f"a program, isolation={isolation}: {times}", flush=True)
+        for name, times in zip(("CPU", "wall"), zip(*each, strict=True), strict=True):
+            text = f"median {statistics.median(times) * 1000:.1f} ms, least {min(times) * 1000:.1f} ms"
+            print(f"a program, isolation={isolation}: {name} {text}", flush=True)
 
 
 if __name__ == "__main__":

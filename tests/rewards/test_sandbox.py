@@ -320,6 +320,19 @@ def test_what_programs_need_works(caller: str) -> None:
     assert printed("import tempfile, random, secrets, hashlib\nprint(len(tempfile.mkdtemp()) > 0)") == "True"
     pool = "import multiprocessing\nif __name__ == '__main__':\n    with multiprocessing.Pool(2) as pool:\n        "
     assert printed(f"{pool}print(pool.map(abs, [-1, 2]))") == "[1, 2]"
+    main = "import pickle, sys\nclass Own: pass\nprint(__file__, type(pickle.loads(pickle.dumps(Own()))) is Own)\n"
+    assert printed(f"{main}print(vars(sys.modules['__main__']) is globals())\nexit()") == "program.py True\nTrue"
+
+
+def test_files_that_add_code_to_the_start_of_an_interpreter_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.pth").write_text("import sys; sys.from_a_pth_file = True\n")
+    script, original = tmp_path / "script.py", sandbox.__file__
+    packages = f"import site; site.getsitepackages = lambda prefixes: [{str(tmp_path)!r}]\n"
+    script.write_text(packages + Path(original).read_text())
+    monkeypatch.setattr(sandbox, "__file__", str(script))
+    assert printed("import sys; print(hasattr(sys, 'from_a_pth_file'))") == "False"
 
 
 def test_numpy_and_standard_input_work() -> None:
