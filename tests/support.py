@@ -88,7 +88,7 @@ def start_ranks(script: Path, world_size: int, *arguments: object) -> None:
     ]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=300)
+            _, errors = rank.communicate(timeout=900)
             assert rank.returncode == 0, errors.decode()
     finally:
         for rank in ranks:

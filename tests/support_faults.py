@@ -26,7 +26,7 @@ BOUNDARIES = (
 WHEN = ("before", "after")
 FLOW, WORKER, ENGINE, RAYLET, REWARD = "flow process", "training worker", "rollout engine", "raylet", "reward process"
 VICTIMS = (FLOW, WORKER, ENGINE, RAYLET, REWARD)
-GONE_S = 20.0
+GONE_S = 60.0
 UNNOTICED = "unnoticed"
 """File that says that Ray does not know yet of its raylet's death: workers go on for some seconds."""
 

@@ -41,8 +41,8 @@ def environment(home: Path) -> dict[str, str]:
     return {**clean, "ROLLFORWARD_HOME": str(home), "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
 
 
-def rollforward(home: Path, *arguments: str, timeout: float = 500, folder: Path | None = None) -> Result:
-    """Runs the command to its end, in the working directory `folder`."""
+def rollforward(home: Path, *arguments: str, timeout: float = 1500, folder: Path | None = None) -> Result:
+    """Runs the command to its end, in the working directory `folder`; `timeout` in seconds only ends what hangs."""
     start = time.monotonic()
     done = subprocess.run(
         [COMMAND, *arguments],

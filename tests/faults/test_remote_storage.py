@@ -15,7 +15,7 @@ from rl_core.storage.lease import Lease
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
 
-DEADLINE_S, SLACK_S = 1.5, 10.0
+DEADLINE_S, SLACK_S = 1.5, 40.0
 SHARD = bytes(range(256)) * 40
 
 

@@ -90,7 +90,7 @@ class Ran:
         """What another command prints."""
         done = subprocess.run(
             [COMMAND, *arguments], env=environment(self.home) | VARIABLES | NOWHERE,
-            capture_output=True, text=True, timeout=120,
+            capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         return f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
 
@@ -122,7 +122,7 @@ def ran(judge: str) -> Iterator[Ran]:
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=1500)
     ended.set()
     watcher.join()
     yield Ran(home, process.returncode, output, seen)

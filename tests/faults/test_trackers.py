@@ -190,25 +190,29 @@ def test_a_server_that_does_not_answer_takes_a_bounded_share_of_the_time(
         session.tracking.send(0)
         proxy.silent_paths = {"silent": "/", "silent but healthy": "log-batch", "slow": ""}[fault]
         proxy.delay_s = 30.0 if fault == "slow" else 0.0
-        waited, longest, begun = training(session, 30)
-        assert longest < 3
-        # One call in so many steps: it costs its deadline, and then a rest ten times as long begins.
-        assert waited < 0.2 * (time.monotonic() - begun) + 3
+        calls, seconds = training(session, 30, monkeypatch)
+        # A call costs its deadline of at least 0.5 s, and then a rest ten times as long begins.
+        assert 1 <= calls <= 1 + seconds / 5 and seconds < 60
         proxy.silent_paths, proxy.delay_s = "", 0.0
         session.tracking.send(30)
     assert points(proxy.uri, name)["reward/mean"] == list(range(1, 31))
 
 
-def training(session: Session, steps: int) -> tuple[float, float, float]:
-    """Steps of 0.1 s: how long they waited for MLflow together, and at most, and when they began."""
-    begun, waits = time.monotonic(), []
-    for step in range(1, steps + 1):
-        time.sleep(0.1)
-        commit(session.store, step)
-        start = time.monotonic()
-        session.tracking.flush_paced(step)
-        waits.append(time.monotonic() - start)
-    return sum(waits), max(waits), begun
+def training(session: Session, steps: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float]:
+    """Steps of 0.1 s: how many of them called MLflow, and their time in seconds."""
+    begun, calls, flush = time.monotonic(), list[int](), session.tracking.flush
+
+    def noted(step: int) -> None:
+        calls.append(step)
+        flush(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.tracking, "flush", noted)
+        for step in range(1, steps + 1):
+            time.sleep(0.1)
+            commit(session.store, step)
+            session.tracking.flush_paced(step)
+    return len(calls), time.monotonic() - begun
 
 
 def test_rests_are_in_proportion_to_what_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +239,7 @@ def test_a_locked_file_loses_nothing(sqlite_uri: str, tmp_path: Path, monkeypatc
             for step in (1, 2):
                 commit(session.store, step)
                 session.tracking.flush_paced(step)
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 20
             with pytest.raises(TransientError, match="locked"):
                 session.registry.aliases()
             other.execute("ROLLBACK")
@@ -312,7 +316,6 @@ class Command:
         return self.process.returncode
 
 
-@pytest.mark.timeout(400)
 def test_a_run_outlives_its_trackers(proxy: Proxy, tmp_path: Path) -> None:
     settings = [f"tracking.uri={proxy.uri}", "trainer.max_attempts=2", "trainer.keep_checkpoints=6"]
     first = Command(tmp_path, *settings)

@@ -45,8 +45,8 @@ def test_the_model_learns(home: Path, steps: int) -> None:
 
 
 def test_it_takes_less_than_five_minutes(demo: Result) -> None:
-    # Beside other tests it has half of the machine.
-    assert demo.seconds < (600 if "PYTEST_XDIST_WORKER" in os.environ else 300), demo.output
+    # Beside other tests it has a part of the machine only.
+    assert demo.seconds < (1200 if "PYTEST_XDIST_WORKER" in os.environ else 300), demo.output
 
 
 def test_a_person_sees_stages_one_line_a_step_and_a_table(demo: Result, steps: int) -> None:
@@ -177,7 +177,7 @@ def test_the_champion_scores_the_same_with_vllm(home: Path, steps: int, tmp_path
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     env = {**environment(home), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     arguments = [str(champion(home, tmp_path)), str(tmp_path / "prompts.json"), str(tmp_path / "texts.json")]
-    subprocess.run([sys.executable, "-c", WITH_VLLM, *arguments], env=env, check=True, capture_output=True, timeout=200)
+    subprocess.run([sys.executable, "-c", WITH_VLLM, *arguments], env=env, check=True, capture_output=True, timeout=900)
     texts = json.loads((tmp_path / "texts.json").read_text())
     right = sum(text.split() == answer.split() for text, answer in zip(texts, answers, strict=True))
     assert right / len(prompts) == pytest.approx(evaluation(home, steps)["greedy"])
@@ -188,7 +188,7 @@ def test_the_example_of_the_readme_loads_the_champion(home: Path, steps: int) ->
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     script = textwrap.dedent(code).replace("sqlite:///.rollforward/", f"sqlite:///{home}/")
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(home), check=True, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", script], env=environment(home), check=True, capture_output=True, text=True, timeout=900
     )
     assert re.search(r"^\d{5}$", done.stdout.strip(), re.MULTILINE), done.stdout
 

@@ -70,9 +70,9 @@ def test_what_hangs_fails_its_tests_and_leaves_no_process() -> None:
     program = "import os, subprocess\nsubprocess.Popen(['sleep', '98.7'], start_new_session=True)\n"
     program += f"{ADD}\ndef hang():\n    while True: pass"
     start = time.monotonic()
-    assert share(program, TESTS[0], "hang()", TESTS[1], timeout_s=1) == pytest.approx(1 / 3)
-    assert time.monotonic() - start < 5
-    deadline = time.monotonic() + 5
+    assert share(program, TESTS[0], "hang()", TESTS[1], timeout_s=2) == pytest.approx(1 / 3)
+    assert time.monotonic() - start < 30
+    deadline = time.monotonic() + 30
     while sleepers() and time.monotonic() < deadline:  # the kernel ends them, in its time
         time.sleep(0.05)
     assert not sleepers()
@@ -86,7 +86,7 @@ def test_a_killed_scoring_process_takes_the_program_along(tmp_path: Path) -> Non
     program = block("import os\nos.execvp('sleep', ['sleep', '98.7'])")
     (result,) = scored([program], [row(tests=["1"], timeout_s=60)], function="code", timeout_s=1.5)
     assert (result.score, result.status) == (0.0, "unreadable") and "timeout_s=1.5" in result.detail
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while sleepers() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not sleepers()

@@ -134,7 +134,7 @@ def test_another_isolation_is_another_run() -> None:
 def test_without_namespaces_rights_and_calls_are_still_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_isolation", "none")
     flags = "import ctypes\nlibc = ctypes.CDLL(None)\nprint(libc.prctl(39, 0, 0, 0, 0), libc.prctl(21, 0, 0, 0, 0))"
-    assert programs.run_program(flags, time.monotonic() + 9).output == "1 2\n"
+    assert programs.run_program(flags, time.monotonic() + 60).output == "1 2\n"
     assert code(block("x = 1"), row(tests=["assert x == 1"]))["score"] == 1.0
 
 
@@ -171,7 +171,7 @@ x = 1"""
 
 def test_what_it_prints_and_reports_is_read_up_to_a_limit() -> None:
     assert code(block(FLOODS), row(tests=["assert x == 1", "assert x == 2"]))["tests_passed"] == 0.5
-    ended = programs.run_program("print('1' * (2 << 20))", time.monotonic() + 9)
+    ended = programs.run_program("print('1' * (2 << 20))", time.monotonic() + 60)
     assert not ended.succeeded and len(ended.output) <= sandbox.FILE_SIZE
 
 

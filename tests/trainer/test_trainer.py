@@ -210,4 +210,4 @@ def test_a_rank_that_is_stopped_costs_no_step_that_is_finished(bench: Bench, und
     assert shards(store, 1) == shards(bench.store("undisturbed"), 1)
     process = psutil.Process(actor.ranks[0].pid)
     bench.roles.close()
-    assert not psutil.wait_procs([process], timeout=20)[1], "Ray kills what does not answer"
+    assert not psutil.wait_procs([process], timeout=60)[1], "Ray kills what does not answer"

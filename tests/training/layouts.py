@@ -33,7 +33,7 @@ from rl_core.training.sharded_checkpoint import load_engine, save_engine
 LAYOUTS = {"1": (1, 1), "2": (2, 2), "4": (4, 4), "2x2": (4, 2)}
 OPTIM = OptimConfig(lr=1e-3, lr_schedule="cosine", grad_clip=1e9, weight_decay=0.1)
 CONFIG = ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.01, kl_loss_coef=0.1)
-SECONDS = 60
+SECONDS = 180
 
 
 class Rank:

@@ -37,7 +37,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Worlds
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])}
     done = subprocess.run(
         [sys.executable, str(HERE / "layouts.py"), str(tiny_model), str(folder)],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     return Worlds(folder)

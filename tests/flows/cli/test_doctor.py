@@ -50,7 +50,7 @@ def command(home: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 def test_a_sound_machine_is_told_part_by_part(command: Command) -> None:
     start = time.monotonic()
     code, said, text = command()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert code == 0, text
     for what in ("python", "torch", "vllm", "ray", "prefect", "mlflow", "transformers", "machine", "disk", "home"):
         assert said[what].startswith(("ok", "warning")), text

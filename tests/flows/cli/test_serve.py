@@ -49,14 +49,14 @@ def port(home: Path) -> Iterator[int]:
     with (home / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment(home), stdout=log, stderr=log, start_new_session=True)
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 900
         while not answers(port):
             assert process.poll() is None and time.monotonic() < deadline, (home / "serve.log").read_text()
             time.sleep(0.5)
         yield port
         process.send_signal(signal.SIGINT)
         process.wait(60)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while group_lives(process.pid):  # not one process of it stays
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -102,7 +102,6 @@ def greedy(folder: Path, tokens: int) -> str:
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-@pytest.mark.timeout(400)
 def test_the_champion_answers_over_the_openai_api_as_it_does_with_transformers(port: int, home: Path) -> None:
     assert f"sorter version 1: http://127.0.0.1:{port}/v1" in (home / "serve.log").read_text()
     key = (home / "secrets/servers").read_text()

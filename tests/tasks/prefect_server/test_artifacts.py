@@ -20,7 +20,7 @@ from tasks.prefect_server.artifacts import PrefectPages
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_test_harness(server_startup_timeout=600):
         yield
 
 
@@ -43,7 +43,7 @@ def inside_a_flow(act: object) -> str:
 
 def logged(flow_run: str) -> list[str]:
     wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with get_client(sync_client=True) as client:
             found = [log.message for log in client.read_logs(wanted) if log.name == "rollforward.lines"]

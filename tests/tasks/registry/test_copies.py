@@ -28,7 +28,6 @@ def test_a_copy_under_another_name_is_made_once_with_tags_and_files(sqlite_uri: 
         copy_version(source, "1", "sorter", None, tmp_path / "cache")
 
 
-@pytest.mark.timeout(120)
 def test_a_copy_to_a_server_and_within_it(server: Any, sqlite_uri: str, tmp_path: Path) -> None:
     own = f"sqlite:///{tmp_path}/own.db"
     source = registry_with(own, tmp_path, {"parent": "models:/sorter/9"})

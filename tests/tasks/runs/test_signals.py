@@ -29,8 +29,10 @@ def made(grace_s: float = 20.0) -> tuple[GracefulStop, list[str]]:
     return GracefulStop(grace_s, told.append), told
 
 
-def settle() -> None:
-    time.sleep(0.05)  # what is told is told by another thread
+def settle(told: list[str]) -> None:
+    end = time.monotonic() + 60
+    while not told and time.monotonic() < end:  # it is told by another thread
+        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
@@ -41,9 +43,9 @@ def test_the_step_ends_first(number: signal.Signals, kind: type[BaseException]) 
         stopping.step_began(7.0)
         assert not stopping.requested() and stopping.grace_left_s == 0
         signal.raise_signal(number)
-        assert stopping.requested() and 19 < stopping.grace_left_s < 20
+        assert stopping.requested() and 10 < stopping.grace_left_s < 20
         done = True
-    settle()
+    settle(told)
     assert done and "(about 7.0s); a second signal abandons it" in told[0]
     assert signal.getsignal(signal.SIGTERM) is terminate
 
@@ -71,8 +73,8 @@ def test_the_grace_period_ends_also_a_wait() -> None:
     start = time.monotonic()
     with pytest.raises(Terminated), stopping.defer_signals():
         signal.raise_signal(signal.SIGTERM)
-        threading.Event().wait(20)
-    assert time.monotonic() - start < 5
+        threading.Event().wait(120)
+    assert time.monotonic() - start < 60
 
 
 def test_a_stage_that_fails_after_the_signal_is_not_tried_again() -> None:

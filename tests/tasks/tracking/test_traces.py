@@ -113,7 +113,6 @@ def test_a_server_that_is_too_old_is_no_end_of_training() -> None:
         raise NotImplementedError("log_spans is not supported")
 
 
-@pytest.mark.timeout(240)
 def test_an_outage_keeps_traces_for_later(
     server: Any, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
