@@ -113,7 +113,7 @@ def test_one_call_and_several_are_read_in_every_form(form: str, write: Writer) -
 @pytest.mark.parametrize("mark", [*MARKS, "".join(MARKS)])
 @pytest.mark.parametrize(("form", "write"), WRITERS)
 def test_strings_of_a_call_may_hold_the_marks_of_calls(form: str, write: Writer, mark: str) -> None:
-    calls = [("add", {"text": f"a {mark} b", "list": [mark]}), ("add", {"a": 1})]
+    calls: list[tuple[str, dict[str, Any]]] = [("add", {"text": f"a {mark} b", "list": [mark]}), ("add", {"a": 1})]
     assert parse(form, write(*calls)) == ("", [ToolCall(*call) for call in calls])
 
 
