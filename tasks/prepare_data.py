@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rl_core.config.updates import config_warnings
 from rl_core.console import Console
 from rl_core.data import prepare
 from rl_core.data.files import changed_files
@@ -21,6 +22,8 @@ def prepare_data(session: Session) -> dict[str, Any]:
 
     Raises InputError if the source files have changed since then, unless the session keeps its rows.
     """
+    for text in config_warnings(session.config):
+        session.telemetry.warn_once(text)
     session.assets.check_chat_template()
     # Checksums of the content are verified when rows are read.
     committed = session.assets.verify_or_remove(run_files.DATA, content=False)

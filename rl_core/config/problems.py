@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
@@ -120,18 +120,29 @@ def expectation(field: FieldInfo) -> str:
     """Description of a field's type and range."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is UnionType else (field.annotation,)
     alternatives = [_kind(kind) for kind in kinds]
-    ranges = []
-    for rule in field.metadata:
-        if isinstance(rule, Ge):
-            ranges.append(f"of at least {rule.ge}")
-        elif isinstance(rule, Gt):
-            ranges.append(f"above {rule.gt}")
-        elif isinstance(rule, Le):
-            ranges.append(f"at most {rule.le}")
-        elif isinstance(rule, Lt):
-            ranges.append(f"below {rule.lt}")
-    alternatives[0] = " ".join([alternatives[0], " and ".join(ranges)]).rstrip()
+    alternatives[0] = f"{alternatives[0]} {_range(field.metadata)}".rstrip()
     return " or ".join(alternatives)
+
+
+def _range(rules: Sequence[Any]) -> str:
+    """The bounds among a field's rules as text."""
+    ranges = []
+    for rule in rules:
+        if isinstance(rule, FieldInfo):
+            ranges.append(_range(rule.metadata))
+        elif isinstance(rule, Ge):
+            ranges.append(f"of at least {_plain(rule.ge)}")
+        elif isinstance(rule, Gt):
+            ranges.append(f"above {_plain(rule.gt)}")
+        elif isinstance(rule, Le):
+            ranges.append(f"at most {_plain(rule.le)}")
+        elif isinstance(rule, Lt):
+            ranges.append(f"below {_plain(rule.lt)}")
+    return " and ".join(ranges)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def show(value: Any) -> str:
@@ -154,5 +165,8 @@ def _kind(kind: Any) -> str:
             return "a list of {" + ": …, ".join(first.model_fields) + ": …}"
         if get_origin(first) is Literal:
             return "a list with entries from " + ", ".join(get_args(first))
-        return "a list of strings" if last is ... else f"a list of {len(get_args(kind))} numbers"
+        if last is ...:
+            return "a list of strings"
+        rules = first.__metadata__ if get_origin(first) is Annotated else ()
+        return f"a list of {len(get_args(kind))} numbers {_range(rules)}".rstrip()
     return _TYPES.get(kind, str(kind))
