@@ -17,6 +17,7 @@ from rl_core.data.sources import load_source
 from rl_core.errors import InputError, TransientError
 from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm, load_tokenizer, stop_tokens
 from rl_core.models.lora import add_adapters
+from rl_core.models.weights import check_weights
 from rl_core.rewards.model import check_reward_model
 from rl_core.rewards.row_check import try_first_rows
 from rl_core.rewards.runner import check_scorers
@@ -126,6 +127,7 @@ def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
         chat_template(tokenizer, schemas, config.agent, stop_tokens(folder))
         check_shape(folder, config.max_length, config.rollout.tensor_parallel_size)
         model = empty_causal_lm(folder)
+        check_weights(model, folder)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
     if config.reward.model.path:

@@ -3,7 +3,13 @@
 `TransientError` is retried from the last committed step; `InputError` and `TrainingError` are not retried.
 """
 
+import difflib
+from collections.abc import Iterable
+
 from rl_core.credentials import without_credentials
+
+NEAR = 0.7
+"""Similarity of two names, from 0 to 1, above which one may be meant by the other."""
 
 
 class RollforwardError(Exception):
@@ -54,3 +60,8 @@ class WorkerError(TrainingError):
 def short_message(error: BaseException) -> str:
     """Text of an error to store in files; only the type name for other libraries' errors, which may hold secrets."""
     return str(error).partition("\n\n")[0] if isinstance(error, RollforwardError) else type(error).__name__
+
+
+def near_names(name: str, names: Iterable[str], most: int = 3) -> list[str]:
+    """Known names that a user may have meant by `name`, the most similar first; often none."""
+    return difflib.get_close_matches(name, list(names), n=most, cutoff=NEAR)

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from rl_core.config.updates import config_warnings
 from rl_core.console import Console
 from rl_core.data import prepare
 from rl_core.data.files import changed_files
 from rl_core.data.report import DataReport
+from rl_core.data.row_counts import OTHERS
 from rl_core.errors import InputError
 from rl_core.rewards.row_check import RowCheck
 from rl_core.rewards.runner import check_scorers
@@ -21,6 +23,8 @@ def prepare_data(session: Session) -> dict[str, Any]:
 
     Raises InputError if the source files have changed since then, unless the session keeps its rows.
     """
+    for text in config_warnings(session.config):
+        session.telemetry.warn_once(text)
     session.assets.check_chat_template()
     # Checksums of the content are verified when rows are read.
     committed = session.assets.verify_or_remove(run_files.DATA, content=False)
@@ -34,9 +38,11 @@ def prepare_data(session: Session) -> dict[str, Any]:
         session.assets.tools_of,
         lambda count: session.console.note(f"{count:,} rows read"),
         check_row,
+        check_row.try_scorers,
     )
-    check_row.try_scorers()  # before a worker starts
-    check_scorers(session.config.reward, {name: f"{rows:,} rows" for name, rows in facts["data_sources"].items()})
+    # Rows that an earlier attempt committed may be scored on another machine now.
+    counts = {name: f"{rows:,} rows" for name, rows in facts["data_sources"].items() if name != OTHERS}
+    check_scorers(session.config.reward, counts)
     session.tracking.trace_with(session.assets.tokenizer)
     session.tracking.flush(committed_step(session.store))  # opens the run in MLflow
     show(prepare.read_report(session.store), session.store.url, session.console)

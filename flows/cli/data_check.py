@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from rl_core.config.schema import RunConfig
 from rl_core.console import Console, clean
 from rl_core.data.check import check_data, tokenizer_text
 from rl_core.data.dataset import ToolsOf, check_tokenizer, without_tools
-from rl_core.data.report import DataReport, Problem, RowsReport, columns_of, counted, described, in_rows, total
+from rl_core.data.report import DataReport, RowsReport, columns_of, counted, described, in_rows, total
 from rl_core.errors import InputError
 from rl_core.rewards.row_check import RowCheck
 from rl_core.rewards.runner import check_scorers
@@ -23,6 +22,8 @@ from rl_core.rollout.agent.toolbox import row_schemas
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+UNKNOWN_BATCH = 1
+"""The batch size with which files are checked: that of their run is not known."""
 NAMES = {"train": "training rows", "val": "held-out rows"}
 
 
@@ -49,14 +50,11 @@ def data_check(target: str, overrides: Sequence[str], val: str | None, html: str
         splits=("train",) if by_path and val is None else ("val", "train"),
         counted_by=tokenizer_text(config.model.path),
         check_row=check_row,
+        at_end=check_row.try_scorers,
         on_rows=lambda count: console.note(f"{in_rows(count)} read"),
     )
-    try:
-        check_row.try_scorers()
-    except InputError as error:
-        problem = Problem("stop", error.expected, error.seen, error.where, error.fix)
-        report = replace(report, problems=(*report.problems, problem))
     _show(report, target, console)
+    console.note(_verdict(report, _unknown(report, config, val) if by_path else []))
     if html:
         _write_page(report, target, Path(html), console)
     return 2 if report.stops else 0
@@ -69,8 +67,8 @@ def _is_recipe(target: str) -> bool:
 
 
 def _path_config(path: str, val: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The settings of a run with files of rows; the batch size is still unknown, so 1 is used."""
-    given = {"source": "files", "path": path, "val_path": val or path, "train_batch_size": 1}
+    """The settings of a run with files of rows, with UNKNOWN_BATCH unless the overrides set another."""
+    given = {"source": "files", "path": path, "val_path": val or path, "train_batch_size": UNKNOWN_BATCH}
     settings = [f"data.{name}={json.dumps(value)}" for name, value in given.items()]
     return compose("grpo", ["actor.mini_batch_size=null", *settings, *overrides]).config
 
@@ -101,7 +99,20 @@ def _show(report: DataReport, target: str, console: Console) -> None:
         show(problem.error)
     if not report.complete:
         console.note("stopped early: not all rows were checked")
-    console.note("a run would reject these rows" if report.stops else "a run would accept these rows")
+
+
+def _unknown(report: DataReport, config: RunConfig, val: str | None) -> list[str]:
+    """What a run with these files needs besides, as files alone do not define it."""
+    kept, tools = report.kept("train"), list(total(rows.unknown_tools for rows in report.rows))
+    unknown = [f"data.train_batch_size of at most {kept:,}"] if config.data.train_batch_size == UNKNOWN_BATCH else []
+    unknown += [] if val else ["held-out rows without the prompts of these (checked with --val)"]
+    return unknown + ([f"the tools {', '.join(tools)} (agent.tools or agent.mcp_servers)"] if tools else [])
+
+
+def _verdict(report: DataReport, unknown: list[str]) -> str:
+    if report.stops:
+        return "a run would reject these rows"
+    return "a run would accept these rows" + (f", with {'; '.join(unknown)}" if unknown else "")
 
 
 def _printable(text: str) -> str:

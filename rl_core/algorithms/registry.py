@@ -4,13 +4,12 @@ A user-defined function takes the same parameters and is set in the recipe as `p
 `register` is only needed for extra inputs (`needs`), a fixed `agg_mode` or a short name.
 """
 
-import difflib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from rl_core.errors import InputError
+from rl_core.errors import InputError, near_names
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -67,10 +66,10 @@ class Registry(Generic[Function]):
                 ) from error
             entry: Entry[Function] = getattr(function, "registry_entry", Entry(function))
             return entry
-        nearest = difflib.get_close_matches(name, self.entries, n=3) or sorted(self.entries)
+        near = near_names(name, self.entries)
         raise InputError(
             f"the name of a {self.kind} ({', '.join(sorted(self.entries))}) or package.module:function",
             repr(name),
             self.setting,
-            f"did you mean {' or '.join(nearest)}?",
+            f"did you mean {' or '.join(near)}?" if near else "use one of these names (docs/algorithms.md)",
         )

@@ -3,7 +3,6 @@
 Three layers: the schema's defaults, a recipe (which may build on other recipes), overrides `a.b=value`.
 """
 
-import difflib
 import hashlib
 import json
 import re
@@ -30,7 +29,7 @@ from rl_core.config.problems import (
 )
 from rl_core.config.schema import RunConfig
 from rl_core.credentials import command_holds_credentials, holds_credentials
-from rl_core.errors import InputError
+from rl_core.errors import InputError, near_names
 
 Scalar = str | int | float | bool | None
 
@@ -335,12 +334,12 @@ def _recipe_path(recipe: str, folder: Path) -> Path:
     names = recipe_names()
     if recipe in names:
         return (RECIPES / f"{recipe}.yaml").resolve()
-    nearest = difflib.get_close_matches(recipe, names, n=1, cutoff=0)[0]
+    nearest = near_names(recipe, names, 1)
     raise InputError(
         expected=f"a recipe ({', '.join(names)}) or a path that ends in .yaml",
         seen=repr(recipe),
         where="recipe",
-        fix=f"the nearest name is {nearest}",
+        fix=f"the nearest name is {nearest[0]}" if nearest else "use one of these names, or the path of a recipe",
     )
 
 

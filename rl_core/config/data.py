@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rl_core.config.learning import Section
+from rl_core.config.learning import MAX_COUNT, MAX_VALUE, Section
 
 DropReason = Literal["malformed", "overlong", "duplicate", "held_out"]
 
@@ -22,15 +22,15 @@ class SourceConfig(Section):
     """The same for held-out rows; used only by source `files`."""
     columns: tuple[str, ...] = ()
     """Additional columns to keep, for a custom scorer or tool; used only by source `files`."""
-    train_rows: int | None = Field(None, ge=1)
+    train_rows: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Training rows to generate or keep; unset keeps all (a source that generates rows has its own default)."""
-    val_rows: int | None = Field(None, ge=1)
+    val_rows: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Held-out rows to generate or keep; unset keeps all."""
-    difficulty: int = Field(5, ge=1)
+    difficulty: int = Field(5, ge=1, le=10_000)
     """Size of a generated problem (digits per line for `sort_digits`)."""
     tasks: tuple[str, ...] = ()
     """Names of the source's tasks, in equal shares; used only by source `reasoning_gym`."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, le=MAX_VALUE)
     """Share of training prompts relative to the other entries; used only in `data.mixture`."""
 
 
@@ -40,11 +40,11 @@ class DataConfig(SourceConfig):
     mixture: tuple[SourceConfig, ...] = ()
     """Several sources, as in `[{source: gsm8k, path: …, weight: 2}, {source: files, …}]`; replaces `data.source` and
     the settings that belong to it."""
-    train_batch_size: int = Field(64, ge=1)
+    train_batch_size: int = Field(64, ge=1, le=MAX_COUNT)
     """Prompts per step."""
-    max_prompt_length: int = Field(512, ge=1)
+    max_prompt_length: int = Field(512, ge=1, le=MAX_COUNT)
     """Maximum tokens of a prompt; `drop` decides what happens to rows with a longer one."""
-    max_response_length: int = Field(512, ge=1)
+    max_response_length: int = Field(512, ge=1, le=MAX_COUNT)
     """Maximum tokens of a response, including its end token."""
     drop: tuple[DropReason, ...] = ()
     """Kinds of rows that are dropped, counted and listed in a file: malformed (not a valid row), overlong (prompt too

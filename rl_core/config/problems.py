@@ -5,14 +5,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rl_core.credentials import CREDENTIALS_FIX
-from rl_core.errors import InputError
+from rl_core.errors import InputError, near_names
 
 Fields = Mapping[str, FieldInfo]
 RENAMED = {
@@ -34,7 +34,7 @@ def missing_equals(override: str, fields: Fields) -> InputError:
         expected="an override of the form KEY=VALUE",
         seen=repr(override),
         where="override",
-        fix=f"for example, use {nearest(override, fields)}=VALUE",
+        fix=f"for example, use {nearest(override, fields) or 'trainer.steps'}=VALUE",
     )
 
 
@@ -56,7 +56,8 @@ def unknown_key(key: str, value: Any, origin: str, fields: Fields) -> InputError
             where=origin,
             fix=f"set a key of the section, such as {inside[0]}",
         )
-    fix = f"the nearest known key is {nearest(key, fields)}"
+    near = nearest(key, fields)
+    fix = f"the nearest known key is {near}" if near else "`rollforward config RECIPE` lists all keys"
     if (renamed := current_name(key)) != key:
         fix = f"it has been renamed to {renamed}"
     return InputError(expected="a known key", seen=key, where=origin, fix=fix)
@@ -106,13 +107,17 @@ def joined(problems: Sequence[InputError], where: str) -> InputError:
 
 
 def nearest(key: str, fields: Fields) -> str:
-    """The known key most similar to `key`; if only its last part matches, as in `lr`, up to 3 keys that end in it."""
-    close = difflib.get_close_matches(key, fields, n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    ends = sorted({name.rpartition(".")[2] for name in fields})
-    end = difflib.get_close_matches(key.rpartition(".")[2], ends, n=1, cutoff=0)[0]
-    same_end = [name for name in fields if name.rpartition(".")[2] == end]
+    """The known key most similar to `key`; if only its last part is similar, as in `lr`, up to 3 keys that end in it.
+
+    Empty if no key is similar.
+    """
+    last = key.rpartition(".")[2]
+    for name in near_names(key, fields):
+        # Within a section, all names are similar by its name alone.
+        if name.count(".") != key.count(".") or near_names(last, [name.rpartition(".")[2]]):
+            return name
+    end = near_names(last, sorted({name.rpartition(".")[2] for name in fields}), 1)
+    same_end = [name for name in fields if name.rpartition(".")[2] in end]
     return " or ".join(difflib.get_close_matches(key, same_end, n=3, cutoff=0))
 
 
@@ -120,18 +125,29 @@ def expectation(field: FieldInfo) -> str:
     """Description of a field's type and range."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is UnionType else (field.annotation,)
     alternatives = [_kind(kind) for kind in kinds]
-    ranges = []
-    for rule in field.metadata:
-        if isinstance(rule, Ge):
-            ranges.append(f"of at least {rule.ge}")
-        elif isinstance(rule, Gt):
-            ranges.append(f"above {rule.gt}")
-        elif isinstance(rule, Le):
-            ranges.append(f"at most {rule.le}")
-        elif isinstance(rule, Lt):
-            ranges.append(f"below {rule.lt}")
-    alternatives[0] = " ".join([alternatives[0], " and ".join(ranges)]).rstrip()
+    alternatives[0] = f"{alternatives[0]} {_range(field.metadata)}".rstrip()
     return " or ".join(alternatives)
+
+
+def _range(rules: Sequence[Any]) -> str:
+    """The bounds among a field's rules as text."""
+    ranges = []
+    for rule in rules:
+        if isinstance(rule, FieldInfo):
+            ranges.append(_range(rule.metadata))
+        elif isinstance(rule, Ge):
+            ranges.append(f"of at least {_plain(rule.ge)}")
+        elif isinstance(rule, Gt):
+            ranges.append(f"above {_plain(rule.gt)}")
+        elif isinstance(rule, Le):
+            ranges.append(f"at most {_plain(rule.le)}")
+        elif isinstance(rule, Lt):
+            ranges.append(f"below {_plain(rule.lt)}")
+    return " and ".join(ranges)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def show(value: Any) -> str:
@@ -154,5 +170,8 @@ def _kind(kind: Any) -> str:
             return "a list of {" + ": …, ".join(first.model_fields) + ": …}"
         if get_origin(first) is Literal:
             return "a list with entries from " + ", ".join(get_args(first))
-        return "a list of strings" if last is ... else f"a list of {len(get_args(kind))} numbers"
+        if last is ...:
+            return "a list of strings"
+        rules = first.__metadata__ if get_origin(first) is Annotated else ()
+        return f"a list of {len(get_args(kind))} numbers {_range(rules)}".rstrip()
     return _TYPES.get(kind, str(kind))

@@ -8,6 +8,7 @@ from pathlib import Path
 from rl_core.config.compose import Composed, settings
 from rl_core.config.problems import show
 from rl_core.config.schema import RunConfig, TinyModelConfig
+from rl_core.config.updates import actor_updates, config_warnings
 
 # The offline model is a Qwen3; these must match its builder.
 TINY_VOCABULARY, TINY_HEAD_DIM = 32, 64
@@ -39,6 +40,7 @@ def render(composed: Composed) -> str:
             "Derived sizes",
             "",
             *(f"  {name:<{width}}  {size}" for name, size in sizes.items()),
+            *(f"\n! {text}" for text in config_warnings(config)),
         ]
     )
 
@@ -62,7 +64,7 @@ def derived(config: RunConfig, parameters: int | None = None, train_rows: int | 
         "responses per rank per step": f"{responses // world:,} ({world} rank{'s' if world > 1 else ''})",
         "mini-batches per step": f"{prompts // config.mini_batch_size:,}",
         "optimizer steps per step": f"{updates:,}",
-        "optimizer steps in the run": f"{updates * config.trainer.steps:,}",
+        "optimizer steps in the run": f"{actor_updates(config):,}",
         "max tokens per step": f"{responses * sequence:,}",
         "max tokens per rank and micro-batch": f"{config.actor.max_tokens_per_micro_batch:,}",
         "max micro-batches per mini-batch": f"{math.ceil(per_rank / at_least):,}",

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config.learning import ALWAYS, CODE, Section, Trusted
+from rl_core.config.learning import ALWAYS, CODE, MAX_PROCESSES, MAX_SECONDS, MAX_VALUE, Section, Trusted
 
+Score = Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)]
 Isolation = Literal["namespaces", "none"]
 
 
@@ -16,11 +17,11 @@ class RewardModelConfig(Section):
     path: str | None = None
     """Folder of a sequence-classification checkpoint with one label; unset: no reward model. Conversations are encoded
     with its own tokenizer and chat template; without a template, all texts are joined."""
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-MAX_VALUE, le=MAX_VALUE)
     """Weight of its score in the sum with the scorer's; the unweighted score is the named reward `model`."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1, le=100_000)
     """Machines of its separate pool; used only with `ranks_per_node`."""
-    ranks_per_node: int | None = Field(None, ge=1)
+    ranks_per_node: int | None = Field(None, ge=1, le=MAX_PROCESSES)
     """Worker processes per machine of its separate pool; unset shares the slots of actor and critic."""
 
 
@@ -44,13 +45,13 @@ class JudgeConfig(Section):
     """Regular expression that matches the whole last line of the judge's answer; its first group is the score."""
     score_field: str | None = None
     """Field of the JSON object at the end of the judge's answer that holds the score; replaces `score_pattern`."""
-    score_range: tuple[float, float] = (0.0, 1.0)
+    score_range: tuple[Score, Score] = (0.0, 1.0)
     """Smallest and largest score that the prompt allows; a response with any other has none."""
-    requests: int = Field(16, ge=1)
+    requests: int = Field(16, ge=1, le=10_000)
     """Concurrent requests per rollout engine."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """Seconds without data from the server after which a request fails."""
-    retries: int = Field(4, ge=0)
+    retries: int = Field(4, ge=0, le=100)
     """Retries, with increasing delays, if the server is busy (429), failing (5xx), silent or unreachable."""
 
     @model_validator(mode="after")
@@ -115,13 +116,13 @@ class RewardConfig(Section):
     """The model that scorer `judge` queries (docs/rewards.md)."""
     code: CodeConfig = CodeConfig()
     """Isolation of programs that scorer `code` runs (docs/rewards.md)."""
-    turn_weight: float = 1.0
+    turn_weight: float = Field(1.0, ge=-MAX_VALUE, le=MAX_VALUE)
     """Weight of the rewards of tools and environment in the sum with the scorer's."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=MAX_SECONDS)
     """Seconds to score one response; then the scoring process is killed and the response counts as failed."""
-    processes: int = Field(1, ge=1)
+    processes: int = Field(1, ge=1, le=MAX_PROCESSES)
     """Scoring processes per rollout engine."""
-    memory_gb: float = Field(8.0, gt=0)
+    memory_gb: float = Field(8.0, gt=0, le=1e6)
     """Memory limit of a scoring process in GiB; a scorer that exceeds it fails on that response."""
     max_failed_share: float = Field(0.1, ge=0, le=1)
     """Maximum share of a step's responses that may fail to score; above it the step fails."""
@@ -149,7 +150,7 @@ class RewardConfig(Section):
             raise ValueError(f"reward.sources requires distinct names, not {', '.join(self.sources)}")
         if self.function and self.sources:
             raise ValueError("reward.function is the scorer of all rows, so that reward.sources would have no effect")
-        if not all(re.fullmatch(r"[^=]+=-?\d+(\.\d+)?", entry) for entry in self.extra_functions):
+        if not all(re.fullmatch(r"[^=]+=-?\d{1,12}(\.\d+)?", entry) for entry in self.extra_functions):
             raise ValueError(
                 "reward.extra_functions takes entries of the form NAME=WEIGHT such as my_rewards:short=0.2, not "
                 f"{', '.join(self.extra_functions)}"

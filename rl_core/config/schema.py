@@ -13,6 +13,9 @@ from rl_core.config.gate import EvaluationConfig, GateConfig, gate_checks
 from rl_core.config.learning import (
     ALWAYS,
     GROUP_ESTIMATORS,
+    MAX_COUNT,
+    MAX_SECONDS,
+    MAX_VALUE,
     ActorConfig,
     AlgorithmConfig,
     CorrectionConfig,
@@ -43,11 +46,11 @@ __all__ = [
 
 
 class TinyModelConfig(Section):
-    hidden_size: int = Field(64, ge=32)
+    hidden_size: int = Field(64, ge=32, le=1_000_000)
     """Hidden size of the offline model."""
-    layers: int = Field(2, ge=1)
+    layers: int = Field(2, ge=1, le=10_000)
     """Number of transformer layers."""
-    heads: int = Field(1, ge=1)
+    heads: int = Field(1, ge=1, le=10_000)
     """Number of attention heads, 64 channels each."""
 
 
@@ -56,7 +59,7 @@ class LoraConfig(Section):
 
     rank: int = Field(0, ge=0, le=512)
     """Rank of the adapters trained instead of the policy's weights; 0 trains all weights."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(32.0, gt=0, le=MAX_VALUE)
     """Adapter outputs are scaled by alpha ÷ rank."""
     target_modules: tuple[str, ...] = (
         "q_proj",
@@ -87,10 +90,10 @@ class ModelConfig(Section):
 class FSDPConfig(Section):
     """Device layout and execution of actor, critic and reference; does not affect what is learned."""
 
-    shard_size: int | None = Field(None, ge=1)
+    shard_size: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Ranks over which weights, gradients and optimizer states are sharded; unset: all ranks. A smaller value is
     HybridShard: each group of `shard_size` ranks holds one copy."""
-    sequence_parallel_size: int = Field(1, ge=1)
+    sequence_parallel_size: int = Field(1, ge=1, le=MAX_COUNT)
     """Ranks that share each sequence (Ulysses); for sequences whose activations do not fit on one device."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of storing its activations."""
@@ -104,13 +107,13 @@ class FSDPConfig(Section):
 
 
 class WarmStartConfig(Section):
-    steps: int = Field(0, ge=0)
+    steps: int = Field(0, ge=0, le=MAX_COUNT)
     """Supervised steps on the reference answers of training rows before reinforcement learning; 0 skips the stage."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(64, ge=1, le=MAX_COUNT)
     """Rows per supervised step."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, le=10.0)
     """Constant learning rate."""
-    stop_loss: float = Field(0.0, ge=0)
+    stop_loss: float = Field(0.0, ge=0, le=MAX_VALUE)
     """Loss (nats per token, mean of the last 10 steps) at which the stage stops early; 0 runs all steps."""
 
 
@@ -124,14 +127,14 @@ class TrackingConfig(Section):
     """URI of the MLflow tracking server; unset: a SQLite file in the home folder."""
     experiment: str = "rollforward"
     """Name of the MLflow experiment."""
-    traces_per_step: int = Field(0, ge=0)
+    traces_per_step: int = Field(0, ge=0, le=MAX_COUNT)
     """Trajectories per step logged as MLflow traces; each takes about 0.03 s."""
 
 
 class StorageConfig(Section):
     root: str | None = None
     """Folder or URL (s3://…) that holds the runs; unset: `runs` in the home folder."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds per request to a remote store, retries included; large files get one more second per MiB."""
 
 
@@ -341,7 +344,7 @@ class RunConfig(Section):
                 f"{self.data.max_prompt_length + self.data.max_response_length} tokens",
             ),
             (
-                all(re.fullmatch(r"[^=]+=-?\d+(\.\d+)?", pair) for pair in self.algorithm.reward_weights),
+                all(re.fullmatch(r"[^=]+=-?\d{1,12}(\.\d+)?", pair) for pair in self.algorithm.reward_weights),
                 "algorithm.reward_weights takes entries of the form NAME=WEIGHT such as length=0.5, not "
                 + ", ".join(self.algorithm.reward_weights),
             ),
@@ -352,6 +355,11 @@ class RunConfig(Section):
             (
                 self.correction.reject_bounds[0] < self.correction.reject_bounds[1],
                 "correction.reject_bounds must be in ascending order",
+            ),
+            (
+                self.actor.clip_cov_low < self.actor.clip_cov_high,
+                f"actor.clip_cov_low={self.actor.clip_cov_low:g} must be below actor.clip_cov_high="
+                f"{self.actor.clip_cov_high:g}",
             ),
         ]
 

@@ -57,14 +57,15 @@ def check_data(
     splits: tuple[str, ...] = SPLITS,
     counted_by: str = "",
     check_row: CheckRow = lambda row, where: None,
+    at_end: Callable[[], None] = lambda: None,
     on_drop: Callable[[Dropped], None] = lambda dropped: None,
     on_rows: Callable[[int], None] = lambda count: None,
 ) -> DataReport:
     """Report on the rows of all sources, each read once; problems are listed in the report, not raised.
 
     `keep(split, row, prompt tokens)` receives every kept row until a blocking problem occurs; `check_row` judges rows
-    by their scorers; `counted_by` describes the tokenizer; `on_rows(count)` is called about every two seconds. Raises
-    TransientError if the storage of a source fails.
+    by their scorers, and `at_end` may raise an InputError about all of them; `counted_by` describes the tokenizer;
+    `on_rows(count)` is called about every two seconds. Raises TransientError if the storage of a source fails.
     """
     begin = time.monotonic()
     check = _Check(config, tokenizer, tools_of, keep, check_row, on_drop, on_rows)
@@ -75,6 +76,7 @@ def check_data(
             tallies.append(check.source(split, label, rows[split] if rows else ()))
     if check.complete:
         check.amounts(tallies, splits)
+    check.judge(at_end)
     return DataReport(
         tokenizer=counted_by,
         max_prompt_length=config.max_prompt_length,
@@ -122,6 +124,13 @@ class _Check:
         except InputError as error:
             self.complete = False
             return self._problem("stop", error)
+
+    def judge(self, call: Callable[[], None]) -> None:
+        """Calls after all rows; an InputError is recorded as a blocking problem."""
+        try:
+            call()
+        except InputError as error:
+            self._problem("stop", error)
 
     def source(self, split: str, label: str, found: Iterable[Found]) -> Tally:
         """Checks all rows of the source in the split."""

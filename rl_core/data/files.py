@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from rl_core.data.json_columns import json_value
 from rl_core.data.rows import Found
 from rl_core.errors import InputError
 from rl_core.storage.filesystem import storage_errors
@@ -174,11 +175,14 @@ def _read(file: _File, columns: Collection[str] | None, check_columns: CheckColu
         names, batches = _parquet(opened, columns) if kind == "parquet" else _arrow(_buffered(opened), columns)
         if check_columns:
             check_columns(names, file.url)
+        before = 0
         for batch in batches:
             as_json = all(_is_json(kind) for kind in batch.schema.types)
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 rows = batch.slice(start, BATCH_ROWS).to_pylist(maps_as_pydicts="lossy")
-                yield from rows if as_json else json.loads(json.dumps(rows, default=str))
+                number = before + start + 1
+                yield from rows if as_json else (_json_row(row, file.url, i) for i, row in enumerate(rows, number))
+            before += batch.num_rows
 
 
 def _parquet(file: io.RawIOBase, columns: Collection[str] | None) -> tuple[list[str], Iterator[pa.RecordBatch]]:
@@ -204,7 +208,7 @@ def _arrow(file: io.BufferedReader, columns: Collection[str] | None) -> tuple[li
 
 
 def _is_json(kind: pa.DataType) -> bool:
-    """Whether values of this type are JSON values; others (dates, bytes) are converted to strings."""
+    """Whether values of this type are JSON values; `_json_row` converts others."""
     if pa.types.is_dictionary(kind):
         return _is_json(kind.value_type)
     if pa.types.is_nested(kind):
@@ -212,6 +216,25 @@ def _is_json(kind: pa.DataType) -> bool:
     text: bool = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     number: bool = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     return text or number or bool(pa.types.is_null(kind))
+
+
+def _json_row(row: dict[str, Any], url: str, number: int) -> Found:
+    """The row with all values as JSON: binary text is decoded, dates and other values become strings.
+
+    Bytes that are not UTF-8 give an InputError that names the column.
+    """
+    converted = {}
+    for name, value in row.items():
+        try:
+            converted[name] = json_value(value)
+        except UnicodeDecodeError as error:
+            return InputError(
+                "text in UTF-8 in binary columns",
+                f"column {name}: {error.reason} at byte {error.start}, {error.object[:20]!r}",
+                f"{url}, row {number}",
+                "write the column as text, or remove it",
+            )
+    return converted
 
 
 def _json_lines(file: io.RawIOBase, url: str, columns: Collection[str] | None) -> Iterator[Found]:

@@ -29,18 +29,19 @@ def prepare_data(
     tools_of: ToolsOf = without_tools,
     on_rows: Callable[[int], None] = lambda count: None,
     check_row: CheckRow = lambda row, where: None,
+    at_end: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Check all rows and commit the kept ones with a report; if that is already done, only read the result.
 
     The folder `data` then holds the rows, `report.json`, `report.html`, and `dropped.jsonl` with one line per dropped
-    row. `on_rows(count)` is called about every two seconds; `check_row` judges rows by their scorers. Returns
-    {train_rows, val_rows, dropped: {split: {reason: count}}, data_hash, data_sources: {data_source: rows}, sources:
-    [{source, train_rows, weight}], files: {name: mark}}. Raises InputError for the first problem that prevents the run
-    from starting.
+    row. `on_rows(count)` is called about every two seconds; `check_row` and `at_end` judge rows by their scorers.
+    Returns {train_rows, val_rows, dropped: {split: {reason: count}}, data_hash, data_sources: {data_source: rows},
+    sources: [{source, train_rows, weight}], files: {name: mark}}. Raises InputError for the first problem that prevents
+    the run from starting.
     """
     manifest = store.read_manifest(run_files.DATA)
     if manifest is None:
-        manifest = _prepare(config, store, tokenizer, tools_of, on_rows, check_row)
+        manifest = _prepare(config, store, tokenizer, tools_of, on_rows, check_row, at_end)
     meta: dict[str, Any] = manifest["meta"]
     return meta
 
@@ -69,6 +70,7 @@ def _prepare(
     tools_of: ToolsOf,
     on_rows: Callable[[int], None],
     check_row: CheckRow,
+    at_end: Callable[[], None],
 ) -> dict[str, Any]:
     check_tokenizer(tokenizer, config.model.path)
     store.remove(run_files.DATA)  # left by an interrupted attempt
@@ -89,6 +91,7 @@ def _prepare(
                 lambda split, row, tokens: writers[split].add(row, tokens),
                 counted_by=tokenizer_text(config.model.path),
                 check_row=check_row,
+                at_end=at_end,
                 on_drop=on_drop,
                 on_rows=on_rows,
             )

@@ -21,6 +21,7 @@ from transformers import (
 
 from rl_core.errors import InputError
 from rl_core.models.attention import ATTENTION, Layout, to_device
+from rl_core.models.folder import check_files
 from rl_core.models.log_probs import ChunkedLogProbs
 from rl_core.models.sequence_parallel import SequenceParallel
 
@@ -29,7 +30,7 @@ _NO_SHAPE = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 
 
 def check_model_folder(path: str) -> Path:
-    """The folder of a Hugging Face checkpoint; raises InputError if it is not one."""
+    """The folder of a Hugging Face checkpoint; raises InputError if it is not one, or not whole."""
     folder = Path(path).expanduser()
     where = f"model.path={path}"
     fix = "set model.path=FOLDER with config.json, *.safetensors and the tokenizer's files, or model.path=tiny"
@@ -39,10 +40,7 @@ def check_model_folder(path: str) -> Path:
         raise InputError("config.json in the model's folder", "the folder has none", where, fix)
     if not any(folder.glob("*.safetensors")):
         raise InputError("weights as *.safetensors in the model's folder", "the folder has none", where, fix)
-    try:
-        json.loads((folder / "config.json").read_text())
-    except (ValueError, RecursionError) as error:
-        raise InputError("a config.json with valid JSON", str(error), where, fix) from error
+    check_files(folder, where)
     try:
         load_config(folder)
     except InputError as error:

@@ -13,7 +13,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from rl_core.errors import InputError
+from rl_core.models.folder import INDEX
 from rl_core.models.lora import base_name, first_values, is_adapter
+
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
+"""Types of unscaled weights; values of smaller ones are wrong without their scales."""
 
 
 class WeightFiles:
@@ -21,7 +25,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
+        index = folder / INDEX
         if index.is_file():
             self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
         else:
@@ -34,19 +38,22 @@ class WeightFiles:
             values: Tensor = part[rows] if part.get_shape() else file.get_tensor(name)
             return values
 
+    def kind(self, name: str) -> tuple[str, list[int]]:
+        """Data type (as in the file) and shape of a tensor."""
+        with safe_open(self.folder / self.file_of[name], framework="pt") as file:
+            part = file.get_slice(name)
+            return part.get_dtype(), list(part.get_shape())
 
-def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device, seed: int = 0) -> None:
-    """Allocates a meta-device module, sharded or not, on `device`, and loads the folder's weights into its model.
 
-    Each rank reads only its own rows. Adapters are initialised from `seed`, independent of the number of ranks. Other
-    parameters of the module, such as a value head, start at zero. Raises InputError naming missing weights.
+def check_weights(model: PreTrainedModel, folder: Path) -> dict[str, str]:
+    """Name in the folder of each of the model's parameters but adapters; reads no values.
+
+    Raises InputError naming missing weights, or the file and tensor of another shape than the parameter's (of an
+    embedding with more rows than `vocab_size`, some would be lost) or with quantised values.
     """
     files = WeightFiles(folder)
-    found = {
-        name: _stored_name(base_name(name), model, files)
-        for name, _ in model.named_parameters()
-        if not is_adapter(name)
-    }
+    parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+    found = {name: _stored_name(base_name(name), model, files) for name in parameters}
     missing = [name for name, stored in found.items() if stored is None]
     if missing:
         raise InputError(
@@ -55,6 +62,26 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
             str(folder),
             "use a checkpoint whose tensor names match the architecture's parameter names",
         )
+    stored_names = {name: stored for name, stored in found.items() if stored is not None}
+    for name, stored in stored_names.items():
+        (dtype, shape), wanted = files.kind(stored), list(parameters[name].shape)
+        if shape != wanted or dtype not in _WEIGHTS:
+            raise InputError(
+                f"weights {' or '.join(_WEIGHTS)} of the shapes in config.json, here {wanted}",
+                f"{dtype} of shape {shape}",
+                f"{folder / files.file_of[stored]}, tensor {stored}",
+                "use the config.json of these weights (the rows of an embedding are its `vocab_size`), not quantised",
+            )
+    return stored_names
+
+
+def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device, seed: int = 0) -> None:
+    """Allocates a meta-device module, sharded or not, on `device`, and loads the folder's weights into its model.
+
+    Each rank reads only its own rows. Adapters are initialised from `seed`, independent of the number of ranks. Other
+    parameters of the module, such as a value head, start at zero. Raises InputError as `check_weights`.
+    """
+    files, found = WeightFiles(folder), check_weights(model, folder)
     module.to_empty(device=device)
     model.tie_weights()  # `to_empty` allocates a separate tensor for each name of a tied weight
     for part in model.modules():

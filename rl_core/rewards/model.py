@@ -37,14 +37,20 @@ class RewardModel:
         """Loads the checkpoint to the CPU; a batch has at most `max_tokens` tokens including padding, or one row."""
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
         self.max_tokens = max_tokens
-        self.model, report = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        try:
+            self.model, report = AutoModelForSequenceClassification.from_pretrained(
+                path,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except RuntimeError as error:  # shapes that differ
+            seen, where = str(error).strip().splitlines()[0], f"{SETTING}={path}"
+            raise InputError(
+                "weights of the shapes in config.json", seen, where, "use the config.json of these weights"
+            ) from error
         if report["missing_keys"]:
             raise InputError(
                 "a checkpoint with all weights of a sequence classifier",

@@ -3,7 +3,6 @@
 They run in separate processes, so this module has light imports only.
 """
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_core.data.sources import NO_SOURCE, load_source, source_names
-from rl_core.errors import InputError
+from rl_core.errors import InputError, near_names
 from rl_core.rewards.numbers import Number, first_number, last_number, whole_number
 
 Row = dict[str, Any]
@@ -75,8 +74,6 @@ TRUTHS: dict[str, str] = {
     "reasoning_gym": "rl_core.rewards.reasoning:true_problem",
 }
 """Functions that read the ground truth of a row for a scorer, and raise BrokenTruth if it is unusable."""
-NEAR = 0.7
-"""Similarity of two names, from 0 to 1, above which one may be meant by the other."""
 
 
 def is_builtin(name: str) -> bool:
@@ -110,7 +107,7 @@ def resolve_scorer(name: str, where: str = "reward.function") -> Scorer:
 def unknown_scorer(name: str, where: str) -> InputError:
     """The error for a name, of a setting or of a row's data_source, that is not that of a scorer."""
     names = list(dict.fromkeys([*SCORERS, *LAZY, *(name for name in source_names() if load_source(name).SCORER)]))
-    nearest = difflib.get_close_matches(name, names, cutoff=NEAR)
+    nearest = near_names(name, names)
     return InputError(
         f"a scorer ({', '.join(names)})" + " or package.module:function" * where.startswith("reward."),
         f"'{name}'" + ", the value for rows without a data_source" * (name == NO_SOURCE),

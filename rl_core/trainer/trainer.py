@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_core.algorithms.kl import KLController
 from rl_core.cluster.roles import Roles
 from rl_core.config.schema import RunConfig
+from rl_core.config.updates import mini_batches
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
 from rl_core.data.protocol import Metrics
@@ -57,8 +58,7 @@ class PPOTrainer:
 
     def start(self, model_path: str) -> None:
         """Loads the policy and the newest valid checkpoint, if any, then pushes the weights to the engines."""
-        updates = self.config.trainer.steps * (self.config.data.train_batch_size // self.config.mini_batch_size)
-        self.roles.init_models(model_path, updates)
+        self.roles.init_models(model_path, mini_batches(self.config))
         self.step = 0
         if found := self.checkpointer.recover():
             self.step, meta = found

@@ -40,6 +40,12 @@ class RunTelemetry(RunObserver):
         notes = self.store.read_json(run_files.NOTES) if self.store.exists(run_files.NOTES) else []
         self.store.write_json(run_files.NOTES, [*notes, {"time": time.time(), "text": text}])
 
+    def warn_once(self, text: str) -> None:
+        """As `warn`, unless the run has recorded this warning before."""
+        notes = self.store.read_json(run_files.NOTES) if self.store.exists(run_files.NOTES) else []
+        if text not in [note["text"] for note in notes]:
+            self.warn(text)
+
     def on_damage(self, message: str) -> None:
         """Warns of a checkpoint that is skipped as damaged."""
         self.warn(message)

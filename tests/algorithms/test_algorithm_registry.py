@@ -104,7 +104,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
     assert all(name in str(caught.value) for name in ESTIMATORS.entries)
     with pytest.raises(InputError, match="did you mean vanilla"):
         POLICY_LOSSES.resolve("vanila")
-    with pytest.raises(InputError, match="did you mean cispo or clip_cov or dppo_kl"):
+    with pytest.raises(InputError, match="use one of these names"):
         POLICY_LOSSES.resolve("zzzzz")
 
 

@@ -1,13 +1,13 @@
-"""The formulas against values that the field's reference implementation gives for the same inputs, case by case.
+"""The formulas against values of the field's reference implementation, or computed by hand, for the same inputs.
 
 Values are compared where the mask is 1: elsewhere this library gives 0, the reference not always.
 """
 
 import json
-import math
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from rl_core.algorithms.correction import importance_weights
 from rl_core.algorithms.kl import kl_estimate
 from rl_core.algorithms.masked import aggregate_loss, masked_mean
 from rl_core.algorithms.policy_losses import POLICY_LOSSES, LossSettings, Tokens, highest_covariance
+from rl_core.config.learning import KLType
 from rl_core.config.schema import ActorConfig, CriticConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.training.losses import loss_settings, value_loss
@@ -62,10 +63,9 @@ def close(seen: Tensor, wanted: object, mask_BR: Tensor | None = None) -> None:
 
 def test_the_files_hold_what_they_should() -> None:
     assert {row["estimator"] for row in rows("advantage")} == set(ESTIMATORS.entries) - {"gdpo"}
-    assert {row["loss"] for row in rows("policy_loss")} - {"vanilla_asym"} == set(POLICY_LOSSES.entries) - {
-        "clip_cov",
-        "dro",
-    }
+    losses = {row["loss"] for row in rows("policy_loss")} - {"vanilla_asym"}
+    assert losses | BY_HAND["policy_loss"].keys() == set(POLICY_LOSSES.entries)
+    assert BY_HAND["kl"].keys() == set(get_args(KLType))
     assert len({row["mode"] for row in rows("aggregate")}) == 5 and len({row["estimator"] for row in rows("kl")}) == 7
 
 
@@ -78,22 +78,6 @@ def test_advantages(case: dict[str, Any]) -> None:
     advantages_BR, returns_BR = entry.function(x["token_level_rewards"], x["response_mask"], group_B, **needed)
     close(advantages_BR, case["advantages"], x["response_mask"])
     close(returns_BR, case["returns"], x["response_mask"])
-
-
-def test_gdpo_is_the_whitened_sum_of_golden_grpo_advantages() -> None:
-    """The one estimator without a golden case of its own is made of two that have one."""
-    case = next(row for row in rows("advantage") if row["estimator"] == "grpo" and row["mask"] == "multi_turn")
-    x = tensors(case)
-    mask_BR, reward_B = x["response_mask"], x["token_level_rewards"].sum(-1)
-    named = {"right": reward_B, "short": -reward_B, "extra": 2 * reward_B}
-    gdpo = ESTIMATORS.resolve("gdpo").function
-    advantages_BR, _ = gdpo(
-        x["token_level_rewards"], mask_BR, group_index(case["inputs"]["uid"]), named, {"short": 0.5, "extra": 0.25}
-    )
-    on = mask_BR > 0
-    wanted = torch.tensor(case["advantages"])[on] * (1 - 0.5 + 0.25)
-    close(advantages_BR[on], ((wanted - wanted.mean()) / wanted.std()).tolist())
-    assert not advantages_BR[~on].any()
 
 
 def policy_case(case: dict[str, Any]) -> tuple[Tokens, LossSettings, dict[str, Tensor], str]:
@@ -179,37 +163,45 @@ def test_importance_weights(case: dict[str, Any]) -> None:
     close(weights_BR, case["weights"], mask_BR)
 
 
-# Losses without golden values: the specification's formula token by token, with its derivative by hand.
+# What the reference implementation does not give: values in double precision by tests/golden/by_hand.py.
+BY_HAND: dict[str, Any] = json.loads((GOLDEN / "by_hand.json").read_text())
 
 
-def dro_of_a_token(lp: float, old: float, advantage: float, selected: float) -> tuple[float, float]:
-    beta, lr = 0.3, lp - old
-    return -(advantage * lp - beta / 2 * lr**2), -(advantage - beta * lr)
+def test_the_values_by_hand_are_those_of_their_program() -> None:
+    done = subprocess.run([sys.executable, GOLDEN / "by_hand.py"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == BY_HAND
 
 
-def clip_cov_of_a_token(lp: float, old: float, advantage: float, selected: float) -> tuple[float, float]:
-    ratio = math.exp(lp - old)
-    plain, clipped = -advantage * ratio, -advantage * min(max(ratio, 0.9), 1.28)
-    # Where the clipped one is the larger the ratio is a constant; a selected token has no gradient either.
-    slope = 0.0 if selected or clipped > plain else -advantage * ratio
-    return 0.0 if selected else max(plain, clipped), slope
+@pytest.mark.parametrize("kind", BY_HAND["kl"])
+def test_kl_values_and_gradients(kind: str) -> None:
+    x, wanted = tensors(BY_HAND), BY_HAND["kl"][kind]
+    log_prob_BR = x["log_prob"].requires_grad_()
+    estimate_BR = kl_estimate(log_prob_BR, x["ref_log_prob"], kind)
+    estimate_BR.sum().backward()
+    close(estimate_BR.detach(), wanted["value"])
+    assert log_prob_BR.grad is not None and not x["ref_log_prob"].requires_grad
+    close(log_prob_BR.grad, wanted["grad_log_prob"])
 
 
-@pytest.mark.parametrize(("name", "formula"), [("dro", dro_of_a_token), ("clip_cov", clip_cov_of_a_token)])
-def test_losses_without_golden_values(name: str, formula: Callable[..., tuple[float, float]]) -> None:
-    for case in (row for row in rows("policy_loss") if row["loss"] == "vanilla"):
-        x = tensors(case)
-        log_prob_BR, mask_BR = x["log_prob"].requires_grad_(), x["response_mask"]
-        selected_BR = (torch.arange(mask_BR.numel()).view_as(mask_BR) % 5 == 0).float()
-        needed = {"selected_BR": selected_BR} if POLICY_LOSSES.resolve(name).needs else {}
-        loss_BR, _ = POLICY_LOSSES.resolve(name).function(
-            Tokens(log_prob_BR, x["old_log_prob"], x["advantages"], mask_BR),
-            LossSettings(clip_low=0.1, clip_high=0.28, dro_beta=0.3),
-            **needed,
-        )
-        loss_BR.sum().backward()
-        columns = (log_prob_BR, x["old_log_prob"], x["advantages"], selected_BR)
-        each = [formula(*values) for values in zip(*(c.detach().flatten().tolist() for c in columns), strict=True)]
-        close(loss_BR.detach().flatten(), [value for value, _ in each])
-        assert log_prob_BR.grad is not None
-        close(log_prob_BR.grad.flatten(), [slope for _, slope in each])
+@pytest.mark.parametrize("name", BY_HAND["policy_loss"])
+def test_losses_and_gradients_by_hand(name: str) -> None:
+    x, wanted = tensors(BY_HAND), BY_HAND["policy_loss"][name]
+    log_prob_BR = x["log_prob"].requires_grad_()
+    needed = {"selected_BR": x["selected"]} if POLICY_LOSSES.resolve(name).needs else {}
+    tokens = Tokens(log_prob_BR, x["old_log_prob"], x["advantages"], x["response_mask"])
+    loss_BR, _ = POLICY_LOSSES.resolve(name).function(tokens, LossSettings(**BY_HAND["settings"]), **needed)
+    loss_BR.sum().backward()
+    close(loss_BR.detach(), wanted["value"])
+    assert log_prob_BR.grad is not None
+    close(log_prob_BR.grad, wanted["grad_log_prob"])
+
+
+def test_gdpo_by_hand() -> None:
+    x, given = tensors(BY_HAND), BY_HAND["inputs"]
+    mask_BR, named = x["response_mask"], {name: torch.tensor(row).float() for name, row in given["named"].items()}
+    function = ESTIMATORS.resolve("gdpo").function
+    advantages_BR, returns_BR = function(
+        torch.zeros_like(mask_BR), mask_BR, group_index(given["uid"]), named, given["reward_weights"]
+    )
+    close(advantages_BR, BY_HAND["gdpo"], mask_BR)
+    close(returns_BR, BY_HAND["gdpo"], mask_BR)

@@ -46,6 +46,18 @@ def write_stream(table: pa.Table, sink: pa.BufferOutputStream) -> None:
         writer.write_table(table)
 
 
+def written(name: str, table: pa.Table) -> bytes:
+    """A file of several batches with this table."""
+    sink = pa.BufferOutputStream()
+    if name == "a.parquet":
+        pq.write_table(table, sink, row_group_size=100)
+    elif name == "a.feather":
+        feather.write_feather(table, sink, chunksize=100)
+    else:
+        write_stream(table, sink)
+    return bytes(sink.getvalue())
+
+
 FORMATS: dict[str, Callable[[Rows], bytes]] = {
     "a.parquet": lambda rows: columns(rows, lambda table, sink: pq.write_table(table, sink, row_group_size=300)),
     "a.jsonl": json_lines,
@@ -144,6 +156,31 @@ def test_values_that_json_lacks_become_texts(tmp_path: Path, name: str) -> None:
     row = {"day": day, "deep": [{"at": datetime.datetime(2026, 3, 1, 12), "n": 1}], "kind": "a", "share": 0.5}
     (tmp_path / name).write_bytes(FORMATS[name]([row]))
     assert records(str(tmp_path)) == [row | {"day": "2026-03-01", "deep": [{"at": "2026-03-01 12:00:00", "n": 1}]}]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.arrow"])
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.binary())])
+def test_binary_columns_are_text_in_utf8(tmp_path: Path, name: str, kind: pa.DataType) -> None:
+    questions = pa.array(["2 × 3?".encode(), b"1 + 1?", None] * 100).cast(kind)
+    answers = pa.array([{"content": "6 €".encode(), "parts": [b"a"]}] * 300)
+    pairs = pa.array([[(b"k", b"v")]] * 300, pa.map_(pa.binary(), pa.binary()))
+    table = pa.table({"q": questions, "a": answers, "m": pairs})
+    (tmp_path / name).write_bytes(written(name, table))
+    wanted = {"a": {"content": "6 €", "parts": ["a"]}, "m": {"k": "v"}}
+    assert records(str(tmp_path)) == [{"q": q, **wanted} for q in ["2 × 3?", "1 + 1?", None] * 100]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather"])
+def test_bytes_that_are_no_text_are_an_error_of_their_row(tmp_path: Path, name: str) -> None:
+    values = [f"question {i}".encode() for i in range(500)]
+    values[430] = "Ä".encode("latin-1")
+    rows = [{"q": value, "deep": {"n": [value]}} for value in values]
+    (tmp_path / name).write_bytes(written(name, pa.Table.from_pylist(rows)))
+    found = [found for found, _ in read_records(str(tmp_path), ["deep"])]
+    wrong = found.pop(430)
+    assert isinstance(wrong, InputError) and wrong.where == f"{tmp_path / name}, row 431"
+    assert wrong.seen.startswith("column deep: ") and "UTF-8" in wrong.expected
+    assert found == [{"deep": {"n": [value.decode()]}} for i, value in enumerate(values) if i != 430]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.jsonl.gz"])

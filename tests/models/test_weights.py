@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.errors import InputError
 from rl_core.models.load import ValueModel, empty_causal_lm
-from rl_core.models.weights import WeightFiles, load_weights
+from rl_core.models.weights import WeightFiles, check_weights, load_weights
 
 
 @pytest.fixture(params=["tied qwen3", "llama"])
@@ -66,3 +66,26 @@ def test_a_folder_without_some_weights_is_an_error_that_names_them(folder: Path)
     with pytest.raises(InputError, match=f"no weights for 1 of them, such as {removed}"):
         load_weights(model, model, folder, CPU)
     assert isinstance(model, nn.Module) and next(model.parameters()).device.type == "meta"
+
+
+@pytest.mark.parametrize("rows", [40, 90])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_a_tensor_of_another_shape_is_an_error_that_names_file_and_tensor(folder: Path, name: str, rows: int) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights[name] = torch.zeros(rows, weights[name].shape[1])
+    save_file(weights, folder / "model.safetensors")
+    model = empty_causal_lm(folder)
+    for check in (lambda: check_weights(model, folder), lambda: load_weights(model, model, folder, CPU)):
+        with pytest.raises(InputError) as raised:
+            check()
+        assert raised.value.where == f"{folder / 'model.safetensors'}, tensor {name}"
+        assert f"[{rows}, " in raised.value.seen and "vocab_size" in raised.value.fix
+
+
+def test_values_without_their_scales_are_refused(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(InputError, match=rf"F8_E4M3 of shape .*\n *where: .*tensor {name}"):
+        check_weights(empty_causal_lm(folder), folder)

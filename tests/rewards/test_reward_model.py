@@ -128,3 +128,12 @@ def test_an_ordinary_language_model_would_have_been_loaded_with_random_scores(ti
     AutoModelForCausalLM.from_pretrained(tiny_model)
     with pytest.raises(InputError, match=r"no score\.weight"):
         RewardModel(str(tiny_model), torch.float32, 100)
+
+
+def test_weights_of_another_shape_are_an_input_error(tmp_path: Path) -> None:
+    save_reward_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
+    with pytest.raises(InputError, match="shapes in config.json") as raised:
+        RewardModel(str(tmp_path), torch.float32, 100)
+    assert raised.value.where == f"reward.model.path={tmp_path}"

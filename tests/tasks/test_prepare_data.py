@@ -13,6 +13,7 @@ from rl_core.console import Console
 from rl_core.data.report import DataReport
 from rl_core.data.rows import make_row
 from rl_core.errors import InputError
+from rl_core.storage import run_files
 from tasks.prepare_data import prepare_data, show
 from tasks.runs.open_run import open_run
 from tasks.session.session import open_session
@@ -96,3 +97,37 @@ def test_a_resumed_run_is_refused_when_its_files_have_changed(
         prepare()
     assert "--run mixed --keep-data" in error.value.fix and "--new" in error.value.fix
     assert prepare(keep_data=True) == first
+
+
+def test_check_and_run_judge_many_data_sources_alike(folder: Path, tmp_path: Path, sqlite_uri: str) -> None:
+    """A report names at most 200 data sources; the scorers of all are judged row by row."""
+    names = [f"source {i}" for i in range(250)]
+    rows = [make_row(name, str(i), "math", str(i), str(i), "train", i) for i, name in enumerate(names)]
+    (folder / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    held_out = folder / "held-out.jsonl"
+    held_out.write_text(json.dumps(make_row(names[0], "x", "math", "1", "1", "val", 0)) + "\n")
+    sources = ",".join(f"{name}=exact" for name in names)
+    files = ["data.source=files", f"data.path={folder / 'a.jsonl'}", f"data.val_path={held_out}"]
+
+    def prepared(name: str, scored: str) -> dict[str, Any]:
+        settings = [*files, "data.train_batch_size=2", f"reward.sources=[{scored}]"]
+        with open_session(open_run(compose("grpo", settings), tmp_path, name)) as session:
+            return prepare_data.__wrapped__(session)  # type: ignore[attr-defined, no-any-return]
+
+    assert prepared("many", sources)["train_rows"] == 250
+    with pytest.raises(InputError, match="'source 249'"):
+        prepared("less", sources.rpartition(",")[0])
+
+
+def test_rows_are_committed_only_after_the_trial_of_the_users_scorers(
+    folder: Path, tmp_path: Path, sqlite_uri: str
+) -> None:
+    rows = [make_row("exact", str(i), "math", "text", "text", "train", i) for i in range(4)]  # a score that is a text
+    for name, part in (("a", rows[1:]), ("held-out", rows[:1])):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
+    files = ["data.source=files", f"data.path={folder / 'a.jsonl'}", f"data.val_path={folder / 'held-out.jsonl'}"]
+    settings = [*files, "data.train_batch_size=2", "reward.function=scorers_for_tests:by_response"]
+    with open_session(open_run(compose("grpo", settings), tmp_path, "broken")) as session:
+        with pytest.raises(InputError, match="a score from `scorers_for_tests:by_response`"):
+            prepare_data.__wrapped__(session)  # type: ignore[attr-defined]
+        assert session.store.read_manifest(run_files.DATA) is None

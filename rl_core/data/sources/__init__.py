@@ -1,12 +1,11 @@
 """Sources of rows: one module per source, selected by name."""
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from rl_core.errors import InputError
+from rl_core.errors import InputError, near_names
 
 if TYPE_CHECKING:
     from rl_core.config.data import SourceConfig
@@ -40,10 +39,10 @@ def source_names() -> list[str]:
 
 
 def load_source(name: str) -> Source:
-    """The source with this name; otherwise raises InputError with the nearest name."""
+    """The source with this name; otherwise raises InputError, with the nearest name if one is similar."""
     names = source_names()
     if name not in names:
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        nearest = near_names(name, names, 1)
         fix = f"did you mean data.source={nearest[0]}?" if nearest else "use one of these; `files` reads your own files"
         raise InputError(f"one of the sources {', '.join(names)}", f"'{name}'", "data.source", fix)
     return cast(Source, importlib.import_module(f"{__name__}.{name}"))

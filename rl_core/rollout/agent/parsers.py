@@ -39,6 +39,10 @@ Reader = Callable[[str, Schemas], Iterator[str | ToolCall]]
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _JSON = json.JSONDecoder()
+_LONGEST_TOKEN = 16
+"""Characters of JSON outside of strings and numbers that a decoder reads at once, such as `-Infinity`."""
+_CALL_TAG = re.compile("(</tool_call>)|<tool_call>")
+_PARAMETER_TAG = re.compile("</parameter>|<parameter=|</function>")
 _JSON_CALL_BEGINS = re.compile(r'\s*\{\s*"name"\s*:')
 _PYTHON_CALL_BEGINS = re.compile(r"\[\s*[^\W\d][\w.]*\s*\(\s*(?:\)|[^\W\d]\w*\s*=)")
 # Both JSON and Python spellings occur; keys are lower case.
@@ -54,31 +58,32 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _hermes(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
-    def read(block: str) -> tuple[ToolCall, int]:
-        value, end = _read_json(block)
+    def read(start: int) -> tuple[ToolCall, int]:
+        value, end = _read_json(text, start)
         return _object_call(value, "arguments"), end
 
     return _tagged(text, read)
 
 
 def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
-    def read(block: str) -> tuple[ToolCall, int]:
-        name, at = _until(block, _expect(block, 0, "<function="), ">")
+    def read(start: int) -> tuple[ToolCall, int]:
+        name, at = _until(text, _expect(text, start, "<function="), ">")
         properties = schemas.get(name, {}).get("properties", {})
         arguments = {}
-        while not block.startswith("</function>", at := _skip(block, at)):
-            key, at = _until(block, _expect(block, at, "<parameter="), ">")
-            value, at = _until(block, at, "</parameter>")
+        while not text.startswith("</function>", at := _skip(text, at)):
+            key, at = _until(text, _expect(text, at, "<parameter="), ">")
+            value, at = _parameter(text, at)
             arguments[key] = _convert(key, value.removeprefix("\n").removesuffix("\n"), properties.get(key, {}))
-        return _call(name, arguments), _expect(block, at, "</function>")
+        return _call(name, arguments), _expect(text, at, "</function>")
 
     return _tagged(text, read)
 
 
 def _llama3(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
     before, tag, rest = text.partition("<|python_tag|>")
-    # Without the tag, JSON is a call only if the turn starts with it and it has the keys of a call.
-    is_call = bool(tag)
+    # Without the tag, JSON is a call only if the turn starts with it and it has the keys of a call. Its strings may
+    # contain the tag.
+    is_call = bool(tag) and not _starts_with_call(text)
     if is_call:
         yield before
     else:
@@ -90,7 +95,7 @@ def _llama3(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
         except ValueError as problem:
             yield _broken(problem) if is_call or _JSON_CALL_BEGINS.match(rest) else rest
             return
-        if not is_call and not (isinstance(value, dict) and {"name", "parameters"} <= value.keys()):
+        if not is_call and not _is_llama3_call(value):
             yield rest
             return
         yield _object_call(value, "parameters")
@@ -103,24 +108,36 @@ def _llama3(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
             return
 
 
+def _starts_with_call(text: str) -> bool:
+    try:
+        return _is_llama3_call(_read_json(text)[0])
+    except ValueError:
+        return False
+
+
+def _is_llama3_call(value: Any) -> bool:
+    return isinstance(value, dict) and {"name", "parameters"} <= value.keys()
+
+
 def _mistral(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
-    outside, *blocks = text.split("[TOOL_CALLS]")
-    yield outside
-    for block in blocks:
-        start = _skip(block, 0)
+    tag, at = "[TOOL_CALLS]", 0
+    while (begin := text.find(tag, at)) >= 0:
+        yield text[at:begin]
+        start = _skip(text, begin + len(tag))
+        following = text.find(tag, start) % (len(text) + 1)  # the end of the text if there is no further tag
         try:
-            if block.startswith("[", start):
-                calls, end = _read_json(block)
+            if text.startswith("[", start):
+                calls, at = _read_json(text, start)
                 yield from (_object_call(value, "arguments") for value in calls)
             else:
-                start = max(block.find("{"), 0)
-                arguments, end = _read_json(block, start)
-                name = block[:start].strip().removesuffix("[ARGS]").partition("[CALL_ID]")[0]
+                brace = max(text.find("{", start, following), start)
+                arguments, at = _read_json(text, brace)
+                name = text[start:brace].strip().removesuffix("[ARGS]").partition("[CALL_ID]")[0]
                 yield _call(name, arguments)
         except ValueError as problem:
             yield _broken(problem)
-        else:
-            yield block[end:]
+            at = following
+    yield text[at:]
 
 
 def _pythonic(text: str, schemas: Schemas) -> Iterator[str | ToolCall]:
@@ -165,18 +182,22 @@ PARSERS: dict[str, Parser] = {
 of calls, calls). The schemas provide the types of parameters written as bare text."""
 
 
-def _tagged(text: str, read: Callable[[str], tuple[ToolCall, int]]) -> Iterator[str | ToolCall]:
-    """Pieces of a turn with calls in `<tool_call>…</tool_call>`."""
-    outside, *blocks = text.split("<tool_call>")
-    yield outside
-    for block in blocks:
+def _tagged(text: str, read: Callable[[int], tuple[ToolCall, int]]) -> Iterator[str | ToolCall]:
+    """Pieces of a turn with calls in `<tool_call>…</tool_call>`; `read` returns the call that starts at an index, and
+    the index of its end. Tags inside of a call's strings are part of the string."""
+    at = 0
+    while (begin := text.find("<tool_call>", at)) >= 0:
+        yield text[at:begin]
+        start = begin + len("<tool_call>")
         try:
-            call, end = read(block)
-            end = _expect(block, end, "</tool_call>")
+            call, end = read(start)
+            at = _expect(text, end, "</tool_call>")
         except ValueError as problem:
-            call, end = _broken(problem), len(block) - len(block.partition("</tool_call>")[2])
+            call = _broken(problem)
+            following = _CALL_TAG.search(text, start)
+            at = len(text) if not following else following.end() if following[1] else following.start()
         yield call
-        yield block[end:]
+    yield text[at:]
 
 
 def _object_call(value: Any, key: str) -> ToolCall:
@@ -211,13 +232,23 @@ def _deeper(value: Any, levels: int) -> bool:
 
 
 def _read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """JSON value at `start`, and the index of its end."""
-    try:
-        return _JSON.raw_decode(text, _skip(text, start))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"invalid JSON, {error.msg} at character {error.pos}") from error
-    except RecursionError as error:
-        raise ValueError("the JSON is nested too deeply") from error
+    """JSON value at `start`, and the index of its end.
+
+    Growing windows keep the time linear: an error counts the lines of all of the text that was given to the decoder.
+    """
+    start, size = _skip(text, start), 1 << 12
+    while True:
+        window = text[start : start + size]
+        try:
+            value, end = _JSON.raw_decode(window)
+            return value, start + end
+        except json.JSONDecodeError as error:
+            cut_off = error.msg.startswith("Unterminated") or error.pos > size - _LONGEST_TOKEN
+            if len(window) < size or not cut_off:
+                raise ValueError(f"invalid JSON, {error.msg} at character {error.pos}") from error
+        except RecursionError as error:
+            raise ValueError("the JSON is nested too deeply") from error
+        size *= 8
 
 
 def _skip(text: str, start: int) -> int:
@@ -240,6 +271,15 @@ def _until(text: str, start: int, token: str) -> tuple[str, int]:
     if end < 0:
         raise ValueError(f"{token} is missing after character {start}")
     return text[start:end], end + len(token)
+
+
+def _parameter(text: str, start: int) -> tuple[str, int]:
+    """Text before `</parameter>`, and the index of that tag's end; the text may hold tags of calls, but none that
+    follows a parameter."""
+    end = _PARAMETER_TAG.search(text, start)
+    if not end or end[0] != "</parameter>":
+        raise ValueError(f"</parameter> is missing after character {start}")
+    return text[start : end.start()], end.end()
 
 
 def _convert(key: str, text: str, schema: Any) -> Any:

@@ -1,13 +1,12 @@
 """Resolves names in settings: a built-in tool, or an object in a user's module."""
 
-import difflib
 import functools
 import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any
 
-from rl_core.errors import InputError
+from rl_core.errors import InputError, near_names
 from rl_core.rollout.tools.base import FunctionTool, Tool, unusable
 from rl_core.rollout.tools.calculator import calculator
 
@@ -50,7 +49,7 @@ def import_named(name: str, where: str, expected: str) -> Any:
 
 def nearest(name: str, names: list[str]) -> str:
     """Question "did you mean …?" with the most similar names; empty if none is similar."""
-    close = difflib.get_close_matches(name, names, cutoff=0.4)
+    close = near_names(name, names)
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 

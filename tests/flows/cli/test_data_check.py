@@ -69,7 +69,24 @@ def test_ten_kinds_of_broken_rows_are_all_named_at_once(capsys: pytest.CaptureFi
 
 def test_a_path_alone_is_looked_at_as_training_rows(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = check(capsys, write("rows.jsonl", [row("1"), row("2")]))
-    assert code == 0 and "2 read, 2 kept" in said and "held-out" not in said
+    assert code == 0 and "2 read, 2 kept" in said and "held-out  " not in said
+
+
+def test_the_last_line_names_what_files_alone_do_not_show(capsys: pytest.CaptureFixture[str]) -> None:
+    def last_line(*words: str) -> str:
+        return check(capsys, *words)[1].strip().splitlines()[-1].strip()
+
+    train, val = write("train.jsonl", [row("1"), row("2")]), write("val.jsonl", [row("3")])
+    size, held_out = "data.train_batch_size of at most 2", "held-out rows without the prompts of these"
+    start = "a run would accept these rows"
+    assert last_line(train) == f"{start}, with {size}; {held_out} (checked with --val)"
+    assert last_line(train, "--val", val) == f"{start}, with {size}"
+    assert last_line(train, "--val", val, "data.train_batch_size=2") == start
+    assert last_line(train, "--val", val, "data.train_batch_size=3") == "a run would reject these rows"
+    tools = write("tools.jsonl", [row("1", extra_info={"tools_kwargs": {"calculator": {}}})])
+    needed = "the tools calculator (agent.tools or agent.mcp_servers)"
+    assert last_line(tools, "--val", val, "data.train_batch_size=1").endswith(needed)
+    assert last_line(tools, "--val", val, "agent.tools=[calculator]").endswith("data.train_batch_size of at most 1")
 
 
 def test_a_folder_and_a_pattern_are_paths(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -165,6 +182,8 @@ def test_a_scorer_with_a_mistake_is_found_by_one_row(
 def test_a_word_that_is_neither_recipe_nor_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = check(capsys, "demoo")
     assert code == 2 and "the nearest name is demo" in said
+    code, said = check(capsys, "unrelated")
+    assert code == 2 and "nearest" not in said and "use one of these names" in said
 
 
 def test_held_out_rows_of_a_recipe_are_a_setting(capsys: pytest.CaptureFixture[str]) -> None:

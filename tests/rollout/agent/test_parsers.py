@@ -77,13 +77,16 @@ WRITERS: list[tuple[str, Writer]] = [
 ]
 TAKES_TEXT_BEFORE = [writer for writer in WRITERS if "llama3" not in writer and "pythonic" not in writer] + [WRITERS[3]]
 NESTED = {"object": {"deep": [1, {"é": '日本 "quoted" \n </x> {'}, None, True]}, "text": " a\nb ", "x": -2.5}
+# Marks of all formats, which strings may hold as well; a bare parameter must not hold those of parameters.
+MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", '{"name": "add"', "[add(a=1)]"]
+TEXTS = st.text() | st.lists(st.sampled_from(MARKS) | st.text(max_size=3), max_size=5).map("".join)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
 ARGUMENTS = st.fixed_dictionaries({}, optional={
-    "a": st.integers(), "x": st.floats(allow_nan=False, allow_infinity=False), "yes": st.booleans(), "text": st.text(),
+    "a": st.integers(), "x": st.floats(allow_nan=False, allow_infinity=False), "yes": st.booleans(), "text": TEXTS,
     "list": st.lists(VALUES, max_size=3), "object": st.dictionaries(st.text(max_size=5), VALUES, max_size=3),
 })  # fmt: skip
 CALLS = st.lists(st.tuples(st.sampled_from(["add", "shop.search", "_x1"]), ARGUMENTS), min_size=1, max_size=4)
@@ -105,6 +108,20 @@ def test_one_call_and_several_are_read_in_every_form(form: str, write: Writer) -
     every: list[list[tuple[str, Any]]] = [[("add", {})], [("add", NESTED)], several]
     for calls in every:
         assert parse(form, write(*calls)) == ("", [ToolCall(*call) for call in calls])
+
+
+@pytest.mark.parametrize("mark", [*MARKS, "".join(MARKS)])
+@pytest.mark.parametrize(("form", "write"), WRITERS)
+def test_strings_of_a_call_may_hold_the_marks_of_calls(form: str, write: Writer, mark: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("add", {"text": f"a {mark} b", "list": [mark]}), ("add", {"a": 1})]
+    assert parse(form, write(*calls)) == ("", [ToolCall(*call) for call in calls])
+
+
+@pytest.mark.parametrize("length", [4000, 4096, 40_000])
+def test_long_strings_are_read_whole(length: int) -> None:
+    for tail in ("", "é", "\\", '"', "<tool_call>"):
+        text, calls = parse("hermes", hermes("add", {"text": "x" * length + tail, "a": 12345678901234567890}) + "!")
+        assert calls == [ToolCall("add", {"text": "x" * length + tail, "a": 12345678901234567890})] and text == "!"
 
 
 @pytest.mark.parametrize(("form", "write"), TAKES_TEXT_BEFORE)
@@ -271,19 +288,21 @@ def test_no_mutation_of_calls_breaks_a_parser(writer: tuple[str, Writer], calls:
 
 HEADS = ["", "<tool_call>", "<tool_call><function=add><parameter=a>", "<|python_tag|>", "[TOOL_CALLS]", "[add(a="]
 PIECES = [
-    *FRAGMENTS, "<tool_call>{", "<tool_call>[[", '<tool_call>"</tool_call>', "<parameter=a>1</parameter>", "[1,", "{},",
+    *FRAGMENTS, '<tool_call>["', '<tool_call>["</tool_call>",', "<tool_call><function=a><parameter=b>", "[TOOL_CALLS]{",
+    '<tool_call>"' + "\n" * 9000, "[TOOL_CALLS][" + "\n" * 9000,
+    "<tool_call>{", "<tool_call>[[", '<tool_call>"</tool_call>', "<parameter=a>1</parameter>", "[1,", "{},",
     '{"a":', "[TOOL_CALLS]a{}", '{"name":"a","parameters":{}};', " ", '"\\', "[add(a=1),", "x",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", PARSERS)
 @pytest.mark.parametrize("piece", PIECES)
-def test_ten_megabytes_take_two_seconds_at_most(form: str, piece: str) -> None:
+def test_four_megabytes_take_a_second_at_most(form: str, piece: str) -> None:
     for head in HEADS:
-        text = head + piece * (10_000_000 // len(piece))
+        text = head + piece * (4_000_000 // len(piece))
         start = time.process_time()
         _, calls = parse(form, text)
-        assert time.process_time() - start < 2.0, head
+        assert time.process_time() - start < 1.0, head
         assert len(calls) <= MAX_CALLS + 1
 
 
