@@ -21,6 +21,7 @@ def prepare_data(session: Session) -> dict[str, Any]:
 
     Raises InputError if the source files have changed since then, unless the session keeps its rows.
     """
+    session.workers.begin()
     session.assets.check_chat_template()
     # Checksums of the content are verified when rows are read.
     committed = session.assets.verify_or_remove(run_files.DATA, content=False)

@@ -6,6 +6,8 @@ right padding and a causal mask no real token attends to padding, so no T × T m
 each rank holds part of the tokens and computes part of the heads.
 """
 
+import importlib
+import sys
 from functools import cache, cached_property
 
 import torch
@@ -104,8 +106,23 @@ def _padded(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layou
 
 
 @cache
+def import_model_code() -> None:
+    """Imports the model code of transformers without scikit-learn, which takes another second and which only assisted
+    generation uses; other code of this process can import it afterwards."""
+    blocked = "sklearn" not in sys.modules
+    if blocked:
+        sys.modules["sklearn"] = None  # type: ignore[assignment]  # Python's own way to forbid an import
+    try:
+        importlib.import_module("transformers.generation.candidate_generator")
+    finally:
+        if blocked:
+            del sys.modules["sklearn"]
+
+
+@cache
 def register_attention() -> None:
     """Makes `packed_attention` known to transformers; imports its model code, which takes seconds."""
+    import_model_code()
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_core.errors import InputError
-from rl_core.models.attention import ATTENTION, Layout, register_attention, to_device
+from rl_core.models.attention import ATTENTION, Layout, import_model_code, register_attention, to_device
 from rl_core.models.log_probs import ChunkedLogProbs
 from rl_core.models.sequence_parallel import SequenceParallel
 
@@ -142,6 +142,7 @@ def _tokenizer_class(folder: Path) -> Any:
         settings, config = (json.loads(file.read_text()) for file in files)
         if settings.get("tokenizer_class") == "TokenizersBackend" and config.get("model_type") == "qwen3":
             return PreTrainedTokenizerFast
+    import_model_code()
     from transformers import AutoTokenizer
 
     return AutoTokenizer
@@ -155,7 +156,7 @@ def empty_causal_lm(path: str | Path) -> "PreTrainedModel":
     register_attention()
     config = load_config(path)
     with torch.device("meta"), _part_of_transformers(path, "a causal language model"):
-        model: "PreTrainedModel" = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
         )
     # Keep the generation config for the exported model.

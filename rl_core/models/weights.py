@@ -38,7 +38,9 @@ class WeightFiles:
             return values
 
 
-def load_weights(module: nn.Module, model: "PreTrainedModel", folder: Path, device: torch.device, seed: int = 0) -> None:
+def load_weights(
+    module: nn.Module, model: "PreTrainedModel", folder: Path, device: torch.device, seed: int = 0
+) -> None:
     """Allocates a meta-device module, sharded or not, on `device`, and loads the folder's weights into its model.
 
     Each rank reads only its own rows. Adapters are initialised from `seed`, independent of the number of ranks. Other
