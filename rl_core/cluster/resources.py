@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,7 @@ def ray_session(home: Path, slots: int, verbose: bool, started: LocalRay | None 
             local = started or LocalRay(home, slots)
             ending.callback(local.stop)
             address = local.address()
-        ending.callback(ray.shutdown)
+        ending.callback(_leave)
         _join(address, options)
         yield
 
@@ -135,6 +136,14 @@ def _join(address: str, options: dict[str, Any]) -> None:
         signal.signal(signal.SIGTERM, on_terminate)
     if terminated:
         signal.raise_signal(signal.SIGTERM)
+
+
+def _leave() -> None:
+    """Leaves Ray. Its library then takes handlers of signals away without Python's knowledge: they are set again."""
+    ray.shutdown()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.getsignal(number))
 
 
 @contextlib.contextmanager
