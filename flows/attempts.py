@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 
+from flows.first_checks import watch_for_hang
 from flows.home import prepare_home
 from flows.server.services import stop_processes
 from rl_core.config.schema import RunConfig
@@ -54,8 +55,6 @@ class Attempt:
 
         It is stored next to the runs, where attempts on other machines find it.
         """
-        from flows.preflight import watch_for_hang  # imports torch, whose environment must be set first
-
         store, file = runs_root(config.storage, self.home).child("attempts"), f"{self.flow_run}.json"
 
         def decided() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.attempts import begin_attempt, retry_transient
+from flows.first_checks import watch_for_hang
 from flows.parameters import compose_parameters
 from rl_core.config.compose import extend
 from tasks.registry.registry import CHAMPION, Registry
@@ -33,7 +34,7 @@ def evaluate(
     number = attempt.decide_once(config, lambda: {"version": registry.get(str(version)).version})["version"]
     folder = retry_transient(lambda: registry.local_folder(number, attempt.home / "cache"))
     # Ray and torch are imported here, after their environment was set.
-    from flows.preflight import preflight, watch_for_hang
+    from flows.preflight import preflight
     from tasks.evaluate import evaluate as score
     from tasks.prepare_data import prepare_data
     from tasks.runs.open_run import find_run, open_run

@@ -1,7 +1,6 @@
 """The stages in order, for the deployed flow in flows/post_train.py and for `rollforward run`: trains, evaluates,
 registers and, if the gate allows, promotes a model."""
 
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,12 +10,13 @@ import httpx
 from prefect import flow
 from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
-from prefect.settings import PREFECT_API_URL
 
+from rl_core.cluster.local_ray import LocalRay
 from rl_core.config.compose import Composed
 from rl_core.console import Console
 from rl_core.errors import TransientError
 from tasks.evaluate import evaluate, evaluate_champion
+from tasks.prefect_server.own_server import has_pages
 from tasks.prepare_data import prepare_data
 from tasks.promote import promote, reload
 from tasks.register import register
@@ -30,15 +30,22 @@ from tasks.warm_start import warm_start
 Summary = dict[str, Any]
 
 
-def run_stages(run: Run, verbose: bool = False, keep_data: bool = False, stop_at: float | None = None) -> Summary:
+def run_stages(
+    run: Run,
+    verbose: bool = False,
+    keep_data: bool = False,
+    stop_at: float | None = None,
+    local_ray: LocalRay | None = None,
+) -> Summary:
     """Runs all stages of an opened run, within a flow, and returns a summary of JSON values.
 
     Args:
         verbose: show the logs of the libraries.
         keep_data: use the run's committed rows even if the source files have changed.
         stop_at: time, in seconds since 1970, after which no further segment of steps starts.
+        local_ray: a Ray for the workers that is starting already.
     """
-    with open_session(run, verbose, keep_data) as session:
+    with open_session(run, verbose, keep_data, local_ray) as session:
         config = session.config
         data = prepare_data()
         if config.warm_start.steps:
@@ -79,13 +86,12 @@ def run_as_flow(composed: Composed, overrides: list[str], stages: Callable[[], S
 
     def body(recipe: str, overrides: list[str]) -> Summary:
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the command blocks it while the server starts
             outcome.set_result(stages())
         except BaseException as error:
             outcome.set_exception(error)
         return outcome.result()
 
-    if not PREFECT_API_URL.value():
+    if not has_pages():
         # Nobody reads the events of the run's own server, and at exit each would wait for a dead server.
         EventsWorker.set_client_override(NullEventsClient)
     try:

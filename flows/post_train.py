@@ -10,6 +10,7 @@ from prefect.states import Cancelled
 from pydantic import Field
 
 from flows.attempts import Attempt, begin_attempt, cancellation_requested, find_conflicting_training, retry_transient
+from flows.first_checks import watch_for_hang
 from flows.parameters import GateMode, Hours, compose_parameters, gate_setting
 from rl_core.config.compose import Composed
 
@@ -46,8 +47,9 @@ def run_attempt(
     Cancelled."""
     # Ray and torch are imported here, after their environment was set.
     from flows.pipeline import run_stages
-    from flows.preflight import preflight, watch_for_hang
+    from flows.preflight import preflight
     from tasks.runs.open_run import find_run, open_run
+    from tasks.session.workers import start_ray
 
     name = run_name or attempt.run_name(composed.recipe)
     with watch_for_hang(composed.config):
@@ -56,7 +58,8 @@ def run_attempt(
         run = open_run(composed, attempt.home, name)
     try:
         # Later attempts use the rows committed by the first one, even if files were added since.
-        return run_stages(run, verbose=True, stop_at=stop_at, keep_data=attempt.number > 1)
+        ray = start_ray(composed.config, attempt.home, run.store)
+        return run_stages(run, verbose=True, stop_at=stop_at, keep_data=attempt.number > 1, local_ray=ray)
     except TerminationSignal:
         # During training steps Prefect's signal handler is replaced, so Prefect would take the SIGTERM of a
         # cancellation for a crash, and the automations would restart the flow run.

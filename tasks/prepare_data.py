@@ -25,6 +25,7 @@ def prepare_data(session: Session) -> dict[str, Any]:
     """
     for text in config_warnings(session.config):
         session.telemetry.warn_once(text)
+    session.workers.begin()
     session.assets.check_chat_template()
     # Checksums of the content are verified when rows are read.
     committed = session.assets.verify_or_remove(run_files.DATA, content=False)

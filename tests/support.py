@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
 )
@@ -102,7 +103,7 @@ def save_reward_model(folder: Path, template: bool = True, pad: bool = True) -> 
     tokenizer.add_tokens(["sort", "0", "1"])
     if not template:
         tokenizer.chat_template = None
-    config = tiny_config(TinyModelConfig(hidden_size=64, layers=2, heads=1), 48)
+    config = Qwen3Config(**tiny_config(TinyModelConfig(hidden_size=64, layers=2, heads=1), 48))
     config.vocab_size, config.num_labels = len(tokenizer), 1
     if not pad:
         config.pad_token_id = None

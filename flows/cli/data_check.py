@@ -5,22 +5,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from flows.first_checks import tokenizer_of
 from rl_core.config.compose import compose, recipe_names
 from rl_core.config.schema import RunConfig
 from rl_core.console import Console, clean
 from rl_core.data.check import check_data, tokenizer_text
-from rl_core.data.dataset import ToolsOf, check_tokenizer, without_tools
+from rl_core.data.dataset import ToolsOf, without_tools
 from rl_core.data.report import DataReport, RowsReport, columns_of, counted, described, in_rows, total
 from rl_core.errors import InputError
 from rl_core.rewards.row_check import RowCheck
 from rl_core.rewards.runner import check_scorers
 from rl_core.rollout.agent.tool_runner import tool_schemas
 from rl_core.rollout.agent.toolbox import row_schemas
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 UNKNOWN_BATCH = 1
 """The batch size with which files are checked: that of their run is not known."""
@@ -44,7 +41,7 @@ def data_check(target: str, overrides: Sequence[str], val: str | None, html: str
     report = check_data(
         config.data,
         config.trainer.seed,
-        _tokenizer(config),
+        tokenizer_of(config),
         _tools_of(config, by_path),
         lambda split, row, tokens: None,
         splits=("train",) if by_path and val is None else ("val", "train"),
@@ -71,18 +68,6 @@ def _path_config(path: str, val: str | None, overrides: Sequence[str]) -> RunCon
     given = {"source": "files", "path": path, "val_path": val or path, "train_batch_size": UNKNOWN_BATCH}
     settings = [f"data.{name}={json.dumps(value)}" for name, value in given.items()]
     return compose("grpo", ["actor.mini_batch_size=null", *settings, *overrides]).config
-
-
-def _tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
-    if config.model.path == "tiny":
-        from rl_core.models.tokenizer import build_tokenizer
-
-        return build_tokenizer()
-    from rl_core.models.load import load_tokenizer  # takes seconds
-
-    tokenizer = load_tokenizer(Path(config.model.path).expanduser())
-    check_tokenizer(tokenizer, config.model.path)
-    return tokenizer
 
 
 def _tools_of(config: RunConfig, by_path: bool) -> ToolsOf:

@@ -7,16 +7,21 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flows.cli.base import Commands, add_command, add_settings
 from flows.home import home_folder, prepare_home, prepare_libraries
-from rl_core.config.compose import compose
+from rl_core.config.compose import Composed, compose
 from rl_core.config.render import render
 from rl_core.console import Console, duration
 from rl_core.errors import InputError, RollforwardError
 from rl_core.runtime.guardian import start_guardian
 from rl_core.storage import run_files
+
+if TYPE_CHECKING:
+    from flows.server.own_server import OwnServer
+    from rl_core.storage.store import Store
 
 
 class Terminated(KeyboardInterrupt):
@@ -71,18 +76,67 @@ def run(options: argparse.Namespace, console: Console) -> int:
             where="command line",
             fix="add --resume or --run NAME",
         )
+    signal.signal(signal.SIGTERM, _terminate)
     sys.path.append(os.getcwd())  # for the user's functions, next to the recipe
+    start = time.monotonic()
     composed = compose(options.recipe, options.overrides)
     home = prepare_home(options.verbose)
-    from flows.preflight import check_prefect, preflight, watch_for_hang
-    from tasks.runs.open_run import find_run, open_run
+    from flows.first_checks import check_prefect, watch_for_hang
+    from tasks.runs.open_run import has_started
     from tasks.runs.run import committed_step
 
     check_prefect()
     with watch_for_hang(composed.config):
-        name, store = find_run(composed, home, options.run, options.resume, options.new)
-        preflight(composed, home, resuming=store.exists(run_files.RUN))
-    start_guardian()  # before Prefect starts its server
+        store, server = _check(options, composed, home)
+    try:
+        result = _run(options, composed, home, store, server)
+    except (KeyboardInterrupt, RollforwardError) as error:
+        with suppress(RollforwardError):  # storage may be unreachable
+            step = committed_step(store)
+            if isinstance(error, KeyboardInterrupt):
+                console.note(f"stopped at step {step} of {composed.config.trainer.steps}")
+            elif not (step or (has_started(store) and not isinstance(error, InputError))):
+                options.resume_hint = ""  # nothing to resume from
+        raise
+    console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
+    return 0
+
+
+def _check(options: argparse.Namespace, composed: Composed, home: Path) -> tuple["Store", "OwnServer | None"]:
+    """The run's store, and the Prefect server that is starting for it; raises InputError before the run is made.
+
+    The libraries that the last checks import take seconds, in which the server starts. It starts later if it has to
+    create its database, which must not be interrupted.
+    """
+    from flows.first_checks import check_rows, first_checks
+    from flows.server.own_server import start_server
+    from tasks.runs.open_run import find_run
+
+    name, store = find_run(composed, home, options.run, options.resume, options.new)
+    resuming = store.exists(run_files.RUN)
+    schemas = first_checks(composed.config, home, resuming)
+    start_guardian()  # before any other process
+    server = start_server(home)
+    if not resuming:
+        check_rows(composed.config, schemas)
+    from flows.preflight import check_parts
+
+    check_parts(composed.config, schemas)
+    options.resume_hint = _resume_command(options, name)
+    return store, server
+
+
+def _run(
+    options: argparse.Namespace, composed: Composed, home: Path, store: "Store", server: "OwnServer | None"
+) -> dict[str, Any]:
+    """Runs the stages as a flow; raises Terminated for SIGTERM, also where Prefect has handled it."""
+    from flows.first_checks import watch_for_hang
+    from flows.server.own_server import start_server
+    from tasks.runs.open_run import open_run
+    from tasks.session.workers import start_ray
+
+    ray = start_ray(composed.config, home, store)
+    server = server or start_server(home, new=True)
     from prefect.exceptions import TerminationSignal
 
     from flows.pipeline import run_as_flow, run_stages
@@ -90,24 +144,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
     def stages() -> dict[str, Any]:
         with watch_for_hang(composed.config):
             opened = open_run(composed, home, options.run, options.resume, options.new)
-        return run_stages(opened, options.verbose, options.keep_data)
+        return run_stages(opened, options.verbose, options.keep_data, local_ray=ray)
 
-    signal.signal(signal.SIGTERM, _terminate)
-    # Ctrl-C reaches all processes of a terminal, but Prefect's server, which starts now, must outlive the run.
-    # The flow unblocks the signal.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    start = time.monotonic()
-    options.resume_hint = _resume_command(options, name)
+    if server:
+        server.wait()
     try:
-        result = run_as_flow(composed, options.overrides, stages)
-    except (KeyboardInterrupt, TerminationSignal) as signalled:
-        with suppress(RollforwardError):  # storage may be unreachable
-            console.note(f"stopped at step {committed_step(store)} of {composed.config.trainer.steps}")
-        if isinstance(signalled, TerminationSignal):  # raised by Prefect after its server died
-            raise Terminated from None
-        raise
-    console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
-    return 0
+        return run_as_flow(composed, options.overrides, stages)
+    except TerminationSignal:
+        raise Terminated from None
 
 
 def _resume_command(options: argparse.Namespace, name: str) -> str:

@@ -4,8 +4,7 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,10 @@ from typing import Any
 
 import ray
 
+from rl_core.cluster.address import cluster_problem
+from rl_core.cluster.local_ray import LocalRay
 from rl_core.config.schema import RunConfig, TrainerConfig
 from rl_core.errors import InputError, TransientError
-from rl_core.runtime.private import private_folder
-
-LONGEST_RAY_FOLDER = 40
-"""Maximum path length: Unix sockets are limited to 107 characters, and Ray appends about 65."""
-
-CONNECT_S = 5.0
 
 # Must be set before a worker imports torch or vLLM. The engine shares the worker's process and its cores.
 WORKER_ENV = {
@@ -108,51 +103,25 @@ def resolve_device(config: TrainerConfig) -> str:
 
 
 @contextlib.contextmanager
-def ray_session(home: Path, world_size: int, verbose: bool) -> Iterator[None]:
-    """Joins the cluster at RAY_ADDRESS, or starts a local one below `home` and stops it on exit.
+def ray_session(home: Path, slots: int, verbose: bool, started: LocalRay | None = None) -> Iterator[None]:
+    """Joins the cluster at RAY_ADDRESS, or a local one, `started` before or here, and stops that on exit.
 
     The variables of `flows.home.prepare_environment` must be set before Ray is imported.
     """
-    address = os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {}
-    if not address:
-        options = {
-            "num_cpus": max(os.cpu_count() or 1, world_size),
-            "include_dashboard": False,
-            "_temp_dir": str(_ray_folder(home)),
-        }
-    options |= {"log_to_driver": verbose, "logging_level": logging.INFO if verbose else logging.ERROR}
-    try:
-        _start(address or "local", options)
+    options = {"log_to_driver": verbose, "logging_level": logging.INFO if verbose else logging.ERROR}
+    with contextlib.ExitStack() as ending:
+        address = os.environ.get("RAY_ADDRESS")
+        if not address:
+            local = started or LocalRay(home, slots)
+            ending.callback(local.stop)
+            address = local.address()
+        ending.callback(_leave)
+        _join(address, options)
         yield
-    finally:
-        ray.shutdown()
 
 
-def _ray_folder(home: Path) -> Path:
-    """The folder of Ray's sockets and logs, which Ray opens to all users: it lies in a folder that only this user can
-    enter."""
-    folder = home / "ray"
-    if len(str(folder)) > LONGEST_RAY_FOLDER:
-        folder = private_folder(Path(tempfile.gettempdir()) / f"rollforward-{os.geteuid()}") / "ray"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def cluster_problem(address: str) -> str | None:
-    """Error of connecting to a cluster's address HOST:PORT; None on success and for other forms of address."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return None
-    try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _start(address: str, options: dict[str, Any]) -> None:
-    """Starts or joins Ray. Restores the SIGTERM handler, because Ray's own one hides how the process ended."""
+def _join(address: str, options: dict[str, Any]) -> None:
+    """Joins a cluster. Restores the SIGTERM handler, because Ray's own one hides how the process ended."""
     if problem := cluster_problem(address):  # Ray would exit this process after a minute, without an error
         raise TransientError(f"no Ray cluster responds at {address}: {problem}")
     on_terminate = signal.getsignal(signal.SIGTERM)
@@ -162,11 +131,19 @@ def _start(address: str, options: dict[str, Any]) -> None:
     except SystemExit:
         terminated = True
     except (ConnectionError, RuntimeError) as error:
-        raise TransientError(f"Ray failed to start: {error}") from error
+        raise TransientError(f"Ray cannot be joined: {error}") from error
     finally:
         signal.signal(signal.SIGTERM, on_terminate)
     if terminated:
         signal.raise_signal(signal.SIGTERM)
+
+
+def _leave() -> None:
+    """Leaves Ray. Its library then takes handlers of signals away without Python's knowledge: they are set again."""
+    ray.shutdown()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.getsignal(number))
 
 
 @contextlib.contextmanager

@@ -48,10 +48,10 @@ class Roles:
     reward_model: RayWorkerGroup | None = None
     pool: RolloutPool | None = None
 
-    def __init__(self, config: RunConfig, run: str) -> None:
+    def __init__(self, config: RunConfig, run: str, wait: bool = True) -> None:
         """Ends earlier attempts of the run in the cluster, reserves the slots and starts the processes.
 
-        Ray must be running. Releases everything if it raises.
+        Without `wait` they start in the background until `meet`. Ray must be running. Releases everything if it raises.
         """
         self.config, self.run = config, run
         classes: list[type] = [ActorRolloutRefWorker] + [CriticWorker] * config.needs_critic
@@ -65,18 +65,31 @@ class Roles:
                 self.pool = RolloutPool(placements["rollout"], groups[0], config)
             if separate:
                 groups += start_groups(placements["reward.model"], reward_model, config)
-            for group in groups:
-                group.meet()
-            if self.pool:
-                self.pool.meet()
         except BaseException:
-            with suppress(TransientError):  # must not hide the original error; the next attempt ends the leftovers
-                end_attempts(run)
+            self._release()
             raise
+        self.groups = groups
         self.trained = groups[: len(classes)]
         self.actor = groups[0]
         if reward_model:
             self.reward_model = groups[-1]
+        if wait:
+            self.meet()
+
+    def meet(self) -> None:
+        """Waits until all processes have started and joined their groups; releases everything if it raises."""
+        try:
+            for group in self.groups:
+                group.meet()
+            if self.pool:
+                self.pool.meet()
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        with suppress(TransientError):  # must not hide the original error; the next attempt ends the leftovers
+            end_attempts(self.run)
 
     @property
     def rollout(self) -> Rollouts:

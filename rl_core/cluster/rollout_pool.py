@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.cluster.calls import Call, finish_together, first_settled
+from rl_core.cluster.host import AsyncHost
 from rl_core.cluster.placement import Placement
 from rl_core.cluster.resources import worker_env
 from rl_core.cluster.rollout_worker import RolloutWorker
-from rl_core.cluster.worker_group import AsyncHost, RayWorkerGroup
+from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import RollforwardError, TransientError, WorkerLost

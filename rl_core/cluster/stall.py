@@ -27,7 +27,7 @@ RANKS = 8
 LIBRARIES, PACKAGE = re.compile(r"/lib/python3\.\d+/"), "/rl_core/"
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 # Frames directly below a rank's methods and its event loop's tasks, and the file of the frames of collectives.
-BELOW, COLLECTIVES = {("worker_group.py", "call"), ("events.py", "_run")}, "distributed_c10d.py"
+BELOW, COLLECTIVES = {("host.py", "call"), ("events.py", "_run")}, "distributed_c10d.py"
 # States of a process that cannot write its stacks.
 SILENT = {
     psutil.STATUS_STOPPED: "is stopped by a signal",

@@ -1,6 +1,5 @@
 """A group of Ray actors, one per rank, with the interface of a single worker."""
 
-import inspect
 import time
 from collections import Counter, defaultdict, deque
 from typing import Any
@@ -11,8 +10,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_core.cluster.calls import Call
 from rl_core.cluster.dispatch import Dispatch, Layout, collect, split
+from rl_core.cluster.host import Host
 from rl_core.cluster.placement import POLL, Placement
-from rl_core.cluster.stall import RankProcess, offer_stacks
+from rl_core.cluster.stall import RankProcess
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TransientError
 
@@ -20,37 +20,6 @@ RECENT = 20
 """Number of recent calls per method whose durations are kept."""
 NAME_PATIENCE = 10.0
 """Seconds that the name of a killed actor may stay taken."""
-
-
-class Host:
-    """The Ray actor of a rank: creates its worker and calls the worker's methods.
-
-    The worker is created by a call, so that an error of its constructor reaches the driver like that of any method.
-    """
-
-    def offer_stacks(self) -> RankProcess:
-        """Prepares this process to report its stacks when it hangs; returns where."""
-        return offer_stacks()
-
-    def start(self, worker_class: type, args: tuple[Any, ...]) -> None:
-        """Creates the worker."""
-        self.worker = worker_class(*args)
-
-    def call(self, method: str, answers: bool, *args: Any) -> Any:
-        """Runs a method; returns its result if `answers`, otherwise None since another rank returns the same one."""
-        result = getattr(self.worker, method)(*args)
-        return result if answers else None
-
-
-class AsyncHost(Host):
-    """The Ray actor of a rank whose methods may be coroutines, which run concurrently in one event loop."""
-
-    async def call(self, method: str, answers: bool, *args: Any) -> Any:
-        """Runs a method, and awaits it if it is a coroutine."""
-        result = super().call(method, True, *args)
-        if inspect.isawaitable(result):
-            result = await result
-        return result if answers else None
 
 
 class GroupMethod:
@@ -123,8 +92,8 @@ class RayWorkerGroup:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         placement_group=placement.group, placement_group_bundle_index=placement.bundle_of(slot)
                     ),
-                    runtime_env={"env_vars": {**env, **pool.rank_env(slot, slots)}},
-                )
+                ),
+                {**env, **pool.rank_env(slot, slots)},
             )
             for rank, slot in enumerate(slots)
         ]
@@ -157,7 +126,7 @@ class RayWorkerGroup:
         return GroupMethod(self, method, mode)
 
 
-def _start_actor(actor_class: Any) -> Any:
+def _start_actor(actor_class: Any, env: dict[str, str]) -> Any:
     """Starts a named actor.
 
     Ray may keep the name of a killed actor for a moment after it has left the list of actors. Raises TransientError if
@@ -166,7 +135,7 @@ def _start_actor(actor_class: Any) -> Any:
     start = time.monotonic()
     while True:
         try:
-            return actor_class.remote()
+            return actor_class.remote(env)
         except ActorAlreadyExistsError as error:
             if time.monotonic() - start > NAME_PATIENCE:
                 raise TransientError(f"another attempt of this run is starting its workers: {error}") from error

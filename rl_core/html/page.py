@@ -3,13 +3,13 @@
 import io
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Placeholder colours in the charts; the style sheet defines each of them for light and dark mode.
@@ -33,8 +33,11 @@ def render_page(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def to_svg(figure: Figure, title: str) -> Markup:
+def to_svg(figure: "Figure", title: str) -> Markup:
     """The figure as an inline SVG element that uses the page's colours."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": title}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, registered in transformers under the name `ATTENTION`.
+"""Causal attention over packed sequences, known to transformers under the name `ATTENTION` after `register_attention`.
 
 Several sequences are concatenated into one row of T tokens and do not attend to each other. CUDA uses torch's varlen
 kernel. Other devices scatter the tokens to [sequences, longest] for the fused causal kernel and gather them back: with
@@ -6,13 +6,13 @@ right padding and a causal mask no real token attends to padding, so no T × T m
 each rank holds part of the tokens and computes part of the heads.
 """
 
-from functools import cached_property
+import importlib
+import sys
+from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
 
 from rl_core.models.sequence_parallel import SequenceParallel
 
@@ -85,6 +85,8 @@ def _exchanged(parallel: SequenceParallel, query_THD: Tensor, key_THD: Tensor, v
 
 
 def _varlen(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, scaling: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, which takes a second
+
     groups = query_THD.shape[1] // key_THD.shape[1]
     key_THD, value_THD = (x.repeat_interleave(groups, dim=1) for x in (key_THD, value_THD))
     cu, longest = layout.cu_seqlens, layout.longest
@@ -103,4 +105,24 @@ def _padded(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layou
     return out_BHLD.transpose(1, 2).flatten(0, 1)[scatter_T]
 
 
-AttentionInterface.register(ATTENTION, packed_attention)
+@cache
+def import_model_code() -> None:
+    """Imports the model code of transformers without scikit-learn, which takes another second and which only assisted
+    generation uses; other code of this process can import it afterwards."""
+    blocked = "sklearn" not in sys.modules
+    if blocked:
+        sys.modules["sklearn"] = None  # type: ignore[assignment]  # Python's own way to forbid an import
+    try:
+        importlib.import_module("transformers.generation.candidate_generator")
+    finally:
+        if blocked:
+            del sys.modules["sklearn"]
+
+
+@cache
+def register_attention() -> None:
+    """Makes `packed_attention` known to transformers; imports its model code, which takes seconds."""
+    import_model_code()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, packed_attention)

@@ -4,26 +4,24 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_core.errors import InputError
-from rl_core.models.attention import ATTENTION, Layout, to_device
+from rl_core.models.attention import ATTENTION, Layout, import_model_code, register_attention, to_device
 from rl_core.models.folder import check_files
 from rl_core.models.log_probs import ChunkedLogProbs
 from rl_core.models.sequence_parallel import SequenceParallel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The model code of transformers takes seconds to import. A driver needs none of it for the offline model, so it is
+# imported where a model is built.
 
 _NO_SHAPE = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 """Config entries that are independent of the architecture."""
@@ -117,7 +115,7 @@ def same_shape(a: Path, b: Path) -> bool:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer; raises InputError if it cannot be loaded."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = _tokenizer_class(Path(path)).from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
         # For some architectures, transformers creates an empty tokenizer if the files are missing.
@@ -135,9 +133,25 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def empty_causal_lm(path: str | Path) -> PreTrainedModel:
+def _tokenizer_class(folder: Path) -> Any:
+    """AutoTokenizer, or the class it returns for the offline model: AutoTokenizer imports the model code."""
+    files = [folder / name for name in ("tokenizer_config.json", "config.json")]
+    if all(file.is_file() for file in files):
+        settings, config = (json.loads(file.read_text()) for file in files)
+        if settings.get("tokenizer_class") == "TokenizersBackend" and config.get("model_type") == "qwen3":
+            return PreTrainedTokenizerFast
+    import_model_code()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def empty_causal_lm(path: str | Path) -> "PreTrainedModel":
     """The checkpoint's model on the meta device, with packed attention and float32 parameters;
     `rl_core.models.weights.load_weights` allocates and loads the weights."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    register_attention()
     config = load_config(path)
     with torch.device("meta"), _part_of_transformers(path, "a causal language model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -184,7 +198,7 @@ class Packed:
         self.input_ids, self.position_ids = self.ids_T[None, self.own], positions_T[None, self.own]
         self.layout = Layout(lengths, device, parallel)
 
-    def hidden_states(self, model: PreTrainedModel, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def hidden_states(self, model: "PreTrainedModel", target_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """For this rank's target tokens: last hidden states before them [n, D], their ids [n], and a mask [N] of them
         among all target tokens (None without sequence parallelism)."""
         output = model(
@@ -204,15 +218,15 @@ class Packed:
 class PolicyModel(nn.Module):
     """Log-probs, entropies and Σπ² of given tokens; only one chunk of logits is materialised at a time."""
 
-    def __init__(self, model: PreTrainedModel, compiled: bool = False) -> None:
+    def __init__(self, model: "PreTrainedModel", compiled: bool = False) -> None:
         super().__init__()
-        self.hf: PreTrainedModel = model
+        self.hf = model
         self._log_probs = ChunkedLogProbs(compiled)
 
     def forward(self, packed: Packed, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob, entropy and Σ_v π_v², each [N] float32, for the packed tokens at indices `target_N` [N], given the
         tokens before them."""
-        hidden_nD, label_n, own_N = packed.hidden_states(cast(PreTrainedModel, self.hf.base_model), target_N)
+        hidden_nD, label_n, own_N = packed.hidden_states(cast("PreTrainedModel", self.hf.base_model), target_N)
         head = cast(nn.Linear, self.hf.get_output_embeddings())
         values = self._log_probs(hidden_nD, head.weight, label_n, temperature)
         log_prob_N, entropy_N, square_N = (packed.gather(each, own_N) for each in values)
@@ -222,9 +236,9 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A causal language model with a scalar value head, which is initialised to zero."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         super().__init__()
-        self.hf = cast(PreTrainedModel, model.base_model)
+        self.hf = cast("PreTrainedModel", model.base_model)
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, device="meta")
 
     def forward(self, packed: Packed, target_N: Tensor) -> Tensor:

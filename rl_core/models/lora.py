@@ -5,27 +5,33 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-import peft
 import torch
-from peft.tuners.lora import Linear as AdapterLinear
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rl_core.config.schema import LoraConfig
 from rl_core.errors import InputError
+
+if TYPE_CHECKING:
+    import peft
+    from peft.tuners.lora import Linear as AdapterLinear
+    from transformers import PreTrainedModel
+
+# PEFT takes seconds to import, and only runs with adapters need it.
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # PEFT's name for a model's only adapter
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
+def add_adapters(model: "PreTrainedModel", config: LoraConfig) -> "PreTrainedModel":
     """Adds adapters to the model, which may be on the meta device; only adapters remain trainable.
 
     Raises InputError if a target is not a linear layer of the model, or is its head.
     """
+    import peft
+
     targets = ALL_LINEAR if config.target_modules == (ALL_LINEAR,) else list(config.target_modules)
     if targets != ALL_LINEAR:
         _check_targets(model, config.target_modules)
@@ -37,7 +43,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
     return model
 
 
-def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+def _check_targets(model: "PreTrainedModel", targets: tuple[str, ...]) -> None:
     head = model.get_output_embeddings()
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
     wrong = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
@@ -77,17 +83,24 @@ def first_values(name: str, shape: torch.Size, generator: torch.Generator) -> Te
 def factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
     """A [rank, in], B [out, rank] and scale of each adapter, by the name of the parameter it is added to."""
     found = {}
-    for name, part in model.named_modules():
-        if isinstance(part, AdapterLinear):
-            a, b = cast(nn.Linear, part.lora_A[_ADAPTER]).weight, cast(nn.Linear, part.lora_B[_ADAPTER]).weight
-            found[f"{name}.base_layer.weight"] = (a, b, part.scaling[_ADAPTER])
+    for name, part in _adapted_layers(model).items():
+        a, b = cast(nn.Linear, part.lora_A[_ADAPTER]).weight, cast(nn.Linear, part.lora_B[_ADAPTER]).weight
+        found[f"{name}.base_layer.weight"] = (a, b, part.scaling[_ADAPTER])
     return found
+
+
+def _adapted_layers(model: nn.Module) -> "dict[str, AdapterLinear]":
+    if not any(is_adapter(name) for name, _ in model.named_parameters()):
+        return {}
+    from peft.tuners.lora import Linear as AdapterLinear
+
+    return {name: part for name, part in model.named_modules() if isinstance(part, AdapterLinear)}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Context in which the model computes without adapters."""
-    layers = [part for part in model.modules() if isinstance(part, AdapterLinear)]
+    layers = list(_adapted_layers(model).values())
     # PEFT's own switch also clears requires_grad, which FSDP2 reads only once, when it first gathers the weights.
     for layer in layers:
         layer._disable_adapters = True
@@ -98,14 +111,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save_adapters(model: PreTrainedModel, weights: dict[str, Tensor], base: Path, folder: Path) -> None:
+def save_adapters(model: "PreTrainedModel", weights: dict[str, Tensor], base: Path, folder: Path) -> None:
     """Writes whole adapter weights under their PEFT names, and their config, to a new folder.
 
     `base` is the folder of the base model.
     """
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    settings = cast(dict[str, peft.LoraConfig], model.peft_config)[_ADAPTER]
+    settings = cast("dict[str, peft.LoraConfig]", model.peft_config)[_ADAPTER]
     config = settings.to_dict() | {"inference_mode": True, "base_model_name_or_path": str(base)}
     text = json.dumps(config, default=sorted, indent=1, sort_keys=True)  # sorts sets, whose order is arbitrary
     (folder / "adapter_config.json").write_text(text)

@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedModel
 
 from rl_core.errors import InputError
 from rl_core.models.folder import INDEX
@@ -18,6 +18,8 @@ from rl_core.models.lora import base_name, first_values, is_adapter
 
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Types of unscaled weights; values of smaller ones are wrong without their scales."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class WeightFiles:
@@ -45,7 +47,7 @@ class WeightFiles:
             return part.get_dtype(), list(part.get_shape())
 
 
-def check_weights(model: PreTrainedModel, folder: Path) -> dict[str, str]:
+def check_weights(model: "PreTrainedModel", folder: Path) -> dict[str, str]:
     """Name in the folder of each of the model's parameters but adapters; reads no values.
 
     Raises InputError naming missing weights, or the file and tensor of another shape than the parameter's (of an
@@ -75,7 +77,9 @@ def check_weights(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     return stored_names
 
 
-def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device, seed: int = 0) -> None:
+def load_weights(
+    module: nn.Module, model: "PreTrainedModel", folder: Path, device: torch.device, seed: int = 0
+) -> None:
     """Allocates a meta-device module, sharded or not, on `device`, and loads the folder's weights into its model.
 
     Each rank reads only its own rows. Adapters are initialised from `seed`, independent of the number of ranks. Other
@@ -110,7 +114,7 @@ def _fill(parameter: nn.Parameter, read: Callable[[slice], Tensor]) -> None:
         target.copy_(read(slice(start, start + len(target)) if target.ndim else slice(None)))
 
 
-def _stored_name(name: str, model: PreTrainedModel, files: WeightFiles) -> str | None:
+def _stored_name(name: str, model: "PreTrainedModel", files: WeightFiles) -> str | None:
     """Name of a parameter in the folder, with or without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in files.file_of), None)

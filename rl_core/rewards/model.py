@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rl_core.errors import InputError
 from rl_core.models.load import check_model_folder, load_config, load_tokenizer
@@ -35,6 +35,8 @@ class RewardModel:
 
     def __init__(self, path: str, dtype: torch.dtype, max_tokens: int) -> None:
         """Loads the checkpoint to the CPU; a batch has at most `max_tokens` tokens including padding, or one row."""
+        from transformers import AutoModelForSequenceClassification  # takes seconds
+
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
         self.max_tokens = max_tokens
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from transformers import GenerationConfig, PreTrainedModel
 
 from rl_core.errors import TransientError
 from rl_core.models.lora import save_adapters
@@ -31,6 +30,9 @@ from rl_core.storage.run_files import MANIFEST
 from rl_core.storage.store import Store
 from rl_core.training.checkpoint_reader import METADATA, TensorReader
 from rl_core.training.engine import DTYPES, TrainEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Suffixes of weight files in any format; the source's weight files are not copied to an export."""
@@ -158,7 +160,9 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
     return written
 
 
-def _save_pretrained(model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype, target: Path) -> None:
+def _save_pretrained(model: "PreTrainedModel", weights: dict[str, Tensor], dtype: torch.dtype, target: Path) -> None:
+    from transformers import GenerationConfig
+
     # transformers loads a generation config with, for example, a temperature but no do_sample, but refuses to save it.
     # Such configs are common, so it is written unchanged.
     generation, model.generation_config = model.generation_config, GenerationConfig()

@@ -1,7 +1,7 @@
 """A run on Prefect's pages: terminal lines as logs, and progress, tables and links as artifacts.
 
-Nothing is sent unless `PREFECT_API_URL` names a server: the run's own server ends with the run. Errors of Prefect's
-server never fail a run; after one, no artifacts are sent for a while.
+Nothing is sent to the run's own server, which ends with the run. Errors of Prefect's server never fail a run; after
+one, no artifacts are sent for a while.
 """
 
 import logging
@@ -19,7 +19,8 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.logging.handlers import APILogHandler
-from prefect.settings import PREFECT_API_URL
+
+from tasks.prefect_server.own_server import has_pages
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class PrefectPages:
 
     def __init__(self, run: str) -> None:
         """`run` is the name of the run, the prefix of all artifact keys."""
-        self.enabled = bool(PREFECT_API_URL.value())
+        self.enabled = has_pages()
         self._key = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
         self._progress: UUID | None = None
         self._updated = self._paused_until = -math.inf

@@ -4,6 +4,8 @@ import asyncio
 import logging
 from typing import Any
 
+from tasks.prefect_server.own_server import has_pages
+
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
@@ -15,9 +17,7 @@ def emit(name: str, model: str, payload: dict[str, Any]) -> None:
     Does nothing if no Prefect server is configured. Takes at most `TIMEOUT_S` and never raises, so that a missing
     server cannot undo an alias move.
     """
-    from prefect.settings import PREFECT_API_URL
-
-    if not PREFECT_API_URL.value():
+    if not has_pages():
         return
     try:
         asyncio.run(asyncio.wait_for(_send(name, model, payload), TIMEOUT_S))

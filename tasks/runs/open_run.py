@@ -44,7 +44,7 @@ def find_run(
     if new:
         wanted = _free_name(root, wanted)
     store = root.child(wanted)
-    started = _has_started(store)
+    started = has_started(store)
     if started and not (resume or name):
         raise InputError(
             expected="a run that does not exist yet",
@@ -76,7 +76,7 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
             store.check_writable()
         lease = Lease(store, wanted, Console().note)
         failing.callback(lease.end)
-        is_new = not _has_started(store)
+        is_new = not has_started(store)
         if not is_new:
             _check_same_config(store, composed, wanted)  # the previous holder may have started the run meanwhile
         changed = {} if is_new else layout_diff(_first_config(store), composed.config)
@@ -87,7 +87,7 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
     return run
 
 
-def _has_started(store: Store) -> bool:
+def has_started(store: Store) -> bool:
     """Whether the run has committed rows or steps; until then its config may still change."""
     return store.exists(run_files.RUN) and (
         store.exists(f"{run_files.DATA}/{run_files.MANIFEST}") or committed_step(store) > 0

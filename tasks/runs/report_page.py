@@ -8,7 +8,6 @@ from typing import Any
 
 from rl_core.config.compose import flatten, from_dict
 from rl_core.errors import InputError
-from rl_core.reports.report import render_report, scoring_rows, total_seconds
 from rl_core.storage import run_files
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
@@ -42,6 +41,8 @@ def run_page(store: Store, extra_facts: Mapping[str, Any]) -> str:
 
     `extra_facts` are not in the store: `model_version`, `alias`, `mlflow_run`, `versions`.
     """
+    from rl_core.reports.report import render_report, total_seconds  # imports matplotlib
+
     run, step = store.read_json(run_files.RUN), committed_step(store)
     records = sampled_records(store)
     manifest = store.read_manifest(run_files.DATA)
@@ -73,6 +74,8 @@ def _notes(store: Store) -> list[tuple[str, str]]:
 
 
 def _scoring(store: Store, last: int) -> list[dict[str, Any]]:
+    from rl_core.reports.report import scoring_rows
+
     steps = range(max(last - SCORING_STEPS, 0) + 1, last + 1)
     try:
         rollouts = [store.read_bytes(run_files.rollouts(step)) for step in steps]

@@ -1,6 +1,7 @@
 """A run on disk: its name, its config, and the locks that keep two processes from writing to it."""
 
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import IO
 
 from rl_core.config.compose import Composed, Scalar
 from rl_core.config.schema import StorageConfig
-from rl_core.errors import InputError
+from rl_core.errors import InputError, RollforwardError
 from rl_core.storage import run_files
 from rl_core.storage.lease import Lease
 from rl_core.storage.ledger import Ledger
@@ -41,9 +42,12 @@ class Run:
         """Folder or URL of the run."""
         return self.store.url
 
-    def close(self) -> None:
-        """Releases lease and lock."""
+    def close(self, discard: bool = False) -> None:
+        """Releases lease and lock. With `discard` the run's folder is removed, too."""
         self.lease.end()
+        if discard and not self.lease.lost:
+            with suppress(RollforwardError):  # storage may be what failed
+                Store(self.url).remove("")
         self.lock.close()
 
 

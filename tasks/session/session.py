@@ -11,13 +11,15 @@ from contextvars import ContextVar
 
 from transformers.utils import logging as transformers_logging
 
+from rl_core.cluster.local_ray import LocalRay
 from rl_core.config.schema import RunConfig
-from rl_core.errors import RollforwardError, short_message
+from rl_core.errors import InputError, RollforwardError, short_message
 from rl_core.runtime.watchdog import Watchdog
 from rl_core.storage.status import State
 from rl_core.storage.store import Store
 from rl_core.trainer.failed_steps import failed_step
 from tasks.registry.registry import Registry
+from tasks.runs.open_run import has_started
 from tasks.runs.run import Run, committed_step
 from tasks.runs.signals import ignore_signals
 from tasks.session.assets import RunAssets
@@ -38,8 +40,9 @@ def current_session() -> "Session":
 class Session:
     """One run in one process; workers start when a stage first needs them and end with the session."""
 
-    def __init__(self, run: Run, verbose: bool, keep_data: bool = False) -> None:
-        """Starts no worker. `keep_data`: use the run's committed rows even if the source files have changed."""
+    def __init__(self, run: Run, verbose: bool, keep_data: bool = False, local_ray: LocalRay | None = None) -> None:
+        """Starts no worker. `keep_data`: use the run's committed rows even if the source files have changed.
+        `local_ray`: a Ray for the workers that is starting already; it ends with the session."""
         if not verbose:
             transformers_logging.disable_progress_bar()
         self.run, self.keep_data = run, keep_data
@@ -50,18 +53,21 @@ class Session:
         self.console = self.telemetry.console
         self.registry = Registry(self.tracking.uri, self.config.registry.model_name)
         self.assets = RunAssets(run, self.registry, self.telemetry.warn)
-        self.workers = RunWorkers(run, self.assets, self.telemetry, verbose)
+        self.workers = RunWorkers(run, self.assets, self.telemetry, verbose, local_ray)
         self.failures: list[str] = []
         """A short description of each failed attempt of the current stage."""
 
-    def close(self, state: State, why: str) -> None:
-        """Stops the workers and records the state in which the run ended, even if stopping them fails."""
+    def close(self, state: State, why: str, refused: bool = False) -> None:
+        """Stops the workers and records the state in which the run ended, even if stopping them fails.
+
+        Nothing is left of a run that was `refused` as the user's error before it committed its rows.
+        """
         try:
             self.workers.drop(self.telemetry.stopping.grace_left_s)
         except Exception as error:
             logger.warning("workers could not be stopped; they end with this process: %s", error)
         self.telemetry.close(state, why)
-        self.run.close()
+        self.run.close(discard=refused and not has_started(self.store))
 
     def replay_hint(self) -> str:
         """The command that replays the failed step; empty if none is recorded."""
@@ -73,24 +79,26 @@ class Session:
 
 
 @contextmanager
-def open_session(run: Run, verbose: bool = False, keep_data: bool = False) -> Iterator[Session]:
+def open_session(
+    run: Run, verbose: bool = False, keep_data: bool = False, local_ray: LocalRay | None = None
+) -> Iterator[Session]:
     """The session of a flow; at the end it stops everything that it started and records the run's state in MLflow."""
-    session = Session(run, verbose, keep_data)
+    session = Session(run, verbose, keep_data, local_ray)
     token = _current.set(session)
     state: State = "finished"
-    why = ""
+    why, refused = "", False
     with Watchdog(session.config.trainer.silence_s, session.telemetry.on_hang):
         try:
             yield session
         except BaseException as error:
             state = "failed" if isinstance(error, Exception) else "stopped"
-            why = short_message(error)
+            why, refused = short_message(error), isinstance(error, InputError)
             session.telemetry.pages.log_line(f"✗ {state}: {why}")
             if state == "failed" and (hint := session.replay_hint()):
                 error.add_note(hint)
             raise
         finally:
             with ignore_signals():
-                session.close(state, why)
+                session.close(state, why, refused)
             _current.reset(token)
             sys.stdout.flush()

@@ -1,38 +1,66 @@
 """Worker groups and trainer of a run: started when a stage first needs them, stopped before a retry."""
 
+import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from rl_core.cluster.local_ray import LocalRay
 from rl_core.cluster.resources import ray_session
 from rl_core.cluster.roles import Roles
+from rl_core.config.schema import RunConfig
 from rl_core.errors import RollforwardError, TrainingError
 from rl_core.models.load import check_shape, same_shape
 from rl_core.storage import run_files
+from rl_core.storage.store import Store
 from rl_core.trainer.observer import RunObserver
 from rl_core.trainer.trainer import PPOTrainer
-from tasks.runs.run import Run
+from tasks.runs.run import Run, committed_step
 from tasks.session.assets import RunAssets
+
+
+def start_ray(config: RunConfig, home: Path, store: Store) -> LocalRay | None:
+    """A local Ray, starting in the background, for a run that has steps to train; None if it has a cluster."""
+    if "RAY_ADDRESS" in os.environ or committed_step(store) >= config.trainer.steps:
+        return None
+    return LocalRay(home, config.slots)
 
 
 class RunWorkers:
     """Ray, the worker groups and the trainer of one run."""
 
-    def __init__(self, run: Run, assets: RunAssets, observer: RunObserver, verbose: bool) -> None:
-        """Starts no worker. `verbose` shows the output of the workers."""
+    def __init__(
+        self, run: Run, assets: RunAssets, observer: RunObserver, verbose: bool, local_ray: LocalRay | None = None
+    ) -> None:
+        """Starts no worker. `verbose` shows the output of the workers. The first workers run in `local_ray`, a Ray that
+        is starting already."""
         self.run, self.config, self.assets, self.observer = run, run.composed.config, assets, observer
         self._verbose = verbose
         self._resources = ExitStack()
+        self._local_ray = local_ray
+        self._starting: Roles | None = None
         self._roles: Roles | None = None
         self._trainer: PPOTrainer | None = None
+
+    def begin(self) -> None:
+        """Starts the workers in the background if Ray has been started for them."""
+        if self._local_ray and not self._starting:
+            self._launch()
 
     def start(self) -> Roles:
         """The worker groups; starts Ray and the workers if they are not running."""
         if self._roles is None:
-            self._resources.enter_context(ray_session(self.run.home, self.config.slots, self._verbose))
-            self.run.lease.check()  # another process may have taken the run over, with workers of its own
-            self._roles = Roles(self.config, self.run.url)
-            self._resources.callback(self._close, self._roles)
+            roles = self._starting or self._launch()
+            roles.meet()
+            self._roles = roles
         return self._roles
+
+    def _launch(self) -> Roles:
+        local, self._local_ray = self._local_ray, None
+        self._resources.enter_context(ray_session(self.run.home, self.config.slots, self._verbose, local))
+        self.run.lease.check()  # another process may have taken the run over, with workers of its own
+        self._starting = Roles(self.config, self.run.url, wait=False)
+        self._resources.callback(self._close, self._starting)
+        return self._starting
 
     def _close(self, roles: Roles) -> None:
         with suppress(RollforwardError):  # if the lease is lost or storage is down, Ray ends this process's workers
@@ -91,6 +119,9 @@ class RunWorkers:
         """
         if self._trainer and not self.config.max_staleness:
             self._trainer.checkpointer.rescue(self._trainer.step, patience_s)
-        self._trainer = self._roles = None
+        self._trainer = self._roles = self._starting = None
         self.assets.forget()
+        if self._local_ray:  # never used
+            self._resources.callback(self._local_ray.stop)
+            self._local_ray = None
         self._resources.close()

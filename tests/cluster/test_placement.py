@@ -19,9 +19,10 @@ from ray.util.placement_group import placement_group_table
 from rl_core.cluster import placement as placing
 from rl_core.cluster import worker_group
 from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.host import Host
 from rl_core.cluster.placement import end_attempts, machines, natural, preflight, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session, shares
-from rl_core.cluster.worker_group import Host, RayWorkerGroup
+from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.errors import InputError, TransientError
 
 HOME = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parents[1]
@@ -145,7 +146,8 @@ from pathlib import Path
 from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.cluster.placement import reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
-from rl_core.cluster.worker_group import Host, RayWorkerGroup
+from rl_core.cluster.host import Host
+from rl_core.cluster.worker_group import RayWorkerGroup
 
 class Sleeper:
     def rendezvous(self):
@@ -200,7 +202,7 @@ def test_a_name_that_a_killed_actor_still_holds_is_waited_for(
     cluster: Cluster, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
-    holder = ray.remote(Host).options(name="Waiting-1", namespace=placement.namespace, num_cpus=0).remote()
+    holder = ray.remote(Host).options(name="Waiting-1", namespace=placement.namespace, num_cpus=0).remote({})
     with monkeypatch.context() as patch:
         patch.setattr(worker_group, "NAME_PATIENCE", 0.3)
         with pytest.raises(TransientError, match=r"another attempt of this run is starting.*Waiting-1"):

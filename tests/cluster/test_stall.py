@@ -10,7 +10,7 @@ IDLE = f"""Thread 0x00007f7392bff6c0 (most recent call first):
   File "{LIB}/threading.py", line 982 in run
   File "{LIB}/threading.py", line 1002 in _bootstrap
 """
-HOST = f"""  File "/app/rl_core/cluster/worker_group.py", line 33 in call
+HOST = f"""  File "/app/rl_core/cluster/host.py", line 33 in call
   File "{SITE}/ray/_private/worker.py", line 900 in main_loop
 """
 COLLECTIVE = f"""Current thread 0x00007f7392bff6c1 (most recent call first):

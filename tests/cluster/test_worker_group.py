@@ -19,9 +19,10 @@ from ray.util.placement_group import placement_group_table
 
 from rl_core.cluster import calls
 from rl_core.cluster.dispatch import Dispatch, Layout, register
+from rl_core.cluster.host import AsyncHost, Host
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
-from rl_core.cluster.worker_group import AsyncHost, Host, RayWorkerGroup
+from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.config.schema import RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError, TrainingError, TransientError, WorkerError, WorkerLost

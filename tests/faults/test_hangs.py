@@ -24,9 +24,10 @@ import ray
 
 from rl_core.cluster import calls, stall
 from rl_core.cluster.dispatch import Dispatch, register
+from rl_core.cluster.host import AsyncHost, Host
 from rl_core.cluster.placement import Placement, end_attempts, reserve
 from rl_core.cluster.resources import ResourcePool, ray_session
-from rl_core.cluster.worker_group import AsyncHost, Host, RayWorkerGroup
+from rl_core.cluster.worker_group import RayWorkerGroup
 from rl_core.config.schema import RunConfig
 from rl_core.errors import Stalled
 from rl_core.storage.status import Status, read_status
@@ -188,7 +189,8 @@ from flows.home import prepare_home
 from rl_core.config.compose import compose
 
 home = prepare_home(False)
-from flows.preflight import preflight, watch_for_hang
+from flows.first_checks import watch_for_hang
+from flows.preflight import preflight
 from tasks.prepare_data import prepare_data
 from tasks.runs.open_run import open_run
 from tasks.session.session import open_session

@@ -1,30 +1,34 @@
-"""A mistake costs seconds: one message with expected, seen, where and fix, exit code 2, no traceback."""
+"""A mistake costs seconds: one message with expected, seen, where and fix, exit code 2, no traceback, and no run."""
 
+import json
+import resource
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support_flows import rollforward
+from support_flows import Result, rollforward
 
-from flows.preflight import check_cluster, check_prefect, preflight
+from flows.first_checks import check_cluster, check_prefect, check_rows, first_checks
+from flows.preflight import preflight
 from flows.server.ports import check_port
 from rl_core.config.compose import compose
 from rl_core.errors import InputError
 
 ROW = {"data_source": "exact", "prompt": [{"role": "user", "content": "2 1"}], "reward_model": {"ground_truth": "1 2"}}
+HELD_OUT = {**ROW, "prompt": [{"role": "user", "content": "4 3"}]}
 SHORT = ["data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=2"]
+MOST_CPU_S = 5.0
+"""Of a refused command and all that it started: on a quiet machine also the time to the message."""
 
 
-def refused(home: Path, *arguments: str) -> str:
-    done = rollforward(home, *arguments, timeout=120)
-    assert done.code == 2, done.output
-    assert "Traceback" not in done.output
-    for part in ("expected:", "seen:", "where:", "fix:"):
-        assert part in done.output
-    return done.output
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory whose home folder no run has used."""
+    return tmp_path_factory.mktemp("mistakes")
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -32,23 +36,61 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["dmo"], "demo"),
-        (["demo", "trainer.stepz=3"], "trainer.steps"),
-        (["demo", "trainer.steps=many"], "trainer.steps"),
-        (["demo", "rollout.n=1"], "rollout.n"),
-        (["demo", "model.path=/no/such/model"], "/no/such/model"),
-        (["demo", "registry.model_name=Qwen/Qwen3-rl"], "must not be blank or contain /"),
-        (["demo", "--resume"], "resume"),
-        (["demo", "--run", "../x"], "run name"),
-    ],
-)
-def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str) -> None:
-    runs = set(home.glob("runs/*"))
-    assert words in refused(home, "run", *arguments)
-    assert set(home.glob("runs/*")) == runs
+def files(place: Path, train: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None) -> list[str]:
+    """Settings of a run on these rows."""
+    paths = parquet(place / "train.parquet", train), parquet(place / "val.parquet", held_out or [HELD_OUT])
+    return ["data.source=files", f"data.path={paths[0]}", f"data.val_path={paths[1]}", *SHORT]
+
+
+def without_truth(place: Path) -> list[str]:
+    return files(place, [{key: ROW[key] for key in ("data_source", "prompt")}] * 4)
+
+
+def broken_scorer(place: Path) -> list[str]:
+    (place / "my_mistake.py").write_text("def score(response, row):\n    return 'right'\n")
+    return ["reward.function=my_mistake:score"]
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+Settings = Callable[[Path], list[str]]
+MISTAKES: dict[str, tuple[str, Settings, list[str]]] = {
+    "recipe": ("dmo", lambda _: [], ["demo"]),
+    "setting": ("demo", lambda _: ["trainer.stepz=3"], ["trainer.steps"]),
+    "value": ("demo", lambda _: ["trainer.steps=many"], ["trainer.steps"]),
+    "combination": ("demo", lambda _: ["rollout.n=1"], ["rollout.n"]),
+    "model": ("demo", lambda _: ["model.path=/no/such/model"], ["/no/such/model"]),
+    "data": ("grpo", lambda place: [*files(place, [ROW] * 4), "data.path=/no/rows.parquet"], ["/no/rows.parquet"]),
+    "overlap": ("grpo", lambda place: files(place, [ROW, HELD_OUT] * 2), ["held-out"]),
+    "column": ("grpo", without_truth, ["reward_model"]),
+    "data_source": ("grpo", lambda place: files(place, [{**ROW, "data_source": "mine"}] * 4), ["mine", "scorer"]),
+    "scorer": ("demo", broken_scorer, ["returned 'right'", "row 1", "correct the scorer"]),
+    "tracking": ("demo", lambda _: ["tracking.uri=http://127.0.0.1:9"], ["MLflow"]),
+    "run": ("demo", lambda _: ["--resume"], ["a run to resume"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_twelve_typical_mistakes(place: Path, mistake: str) -> None:
+    recipe, settings, words = MISTAKES[mistake]
+    before = cpu_s()
+    done = refused(rollforward(place / "home", "run", recipe, *settings(place), folder=place, timeout=120))
+    assert cpu_s() - before < MOST_CPU_S
+    assert all(word in done.output for word in words), done.output
+    assert "resume from the last committed step" not in done.output
+    assert not list((place / "home/runs").glob("*")) and not (place / "home/ray").exists()
+
+
+def refused(done: Result) -> Result:
+    """The result of a command that has refused its input."""
+    assert done.code == 2, done.output
+    assert "Traceback" not in done.output
+    for part in ("expected:", "seen:", "where:", "fix:"):
+        assert part in done.output
+    return done
 
 
 @pytest.mark.parametrize(
@@ -58,28 +100,31 @@ def test_settings_that_cannot_work(home: Path, arguments: list[str], words: str)
         (["algorithm.overlong_buffer=9"], "every response would be penalised as overlong"),
         (["reward.function=no_module_here:score"], "no_module_here"),
         (["reward.extra_functions=[absent=0.5]"], "absent"),
-        (["tracking.uri=http://127.0.0.1:9"], "MLflow"),
         (["agent.tools=[calculater]"], "did you mean calculator"),
         (["agent.environment=no_module_here:Game"], "ModuleNotFoundError"),
         (["agent.mcp_servers=[http://127.0.0.1:9/mcp]"], "127.0.0.1:9 did not list its tools"),
-        (["rollout={tensor_parallel_size: 2, ranks_per_node: 4}", "model.tiny.heads=2"], "engines of 2"),
     ],
 )
 def test_parts_that_are_not_there(tmp_path: Path, settings: list[str], words: str) -> None:
-    composed = compose("demo", settings)
     with pytest.raises(InputError) as refusal:
-        preflight(composed, tmp_path)
+        first_checks(compose("demo", settings).config, tmp_path)
     assert words in str(refusal.value)
 
 
-def test_a_scorer_with_a_mistake_ends_before_anything_starts(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_mistake.py").write_text("def score(response, row):\n    return 'right'\n")
-    runs = set(home.glob("runs/*"))
-    done = rollforward(home, "run", "demo", "reward.function=my_mistake:score", folder=tmp_path, timeout=120)
-    assert done.code == 2 and "Traceback" not in done.output, done.output
-    for part in ("expected: a score from `my_mistake:score`", "returned 'right'", "train row 1", "correct the scorer"):
-        assert part in done.output
-    assert set(home.glob("runs/*")) == runs
+def test_engines_that_would_share_their_memory(tmp_path: Path) -> None:
+    settings = ["rollout={tensor_parallel_size: 2, ranks_per_node: 4}", "model.tiny.heads=2"]
+    with pytest.raises(InputError, match="engines of 2"):
+        preflight(compose("demo", settings), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "words"), [("Qwen/Qwen3-rl", "must not be blank or contain /"), ("", "blank")])
+def test_names_of_models_that_mlflow_refuses(name: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        compose("demo", [f"registry.model_name={json.dumps(name)}"])
+
+
+def test_a_run_name_that_leads_elsewhere(place: Path) -> None:
+    assert "run name" in refused(rollforward(place / "home", "run", "demo", "--run", "../x")).output
 
 
 def test_a_ray_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +150,7 @@ def test_files_of_the_working_directory_do_not_take_the_place_of_ours(tmp_path: 
 
 def test_a_home_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "ROLLFORWARD_HOME" in refused(tmp_path / "file/home", "run", "demo")
+    assert "ROLLFORWARD_HOME" in refused(rollforward(tmp_path / "file/home", "run", "demo")).output
 
 
 def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
@@ -123,7 +168,7 @@ def test_a_port_in_use(home: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert str(port) in refused(home, "ui", "--port", str(port))
+        assert str(port) in refused(rollforward(home, "ui", "--port", str(port))).output
 
 
 def test_a_port_that_is_none() -> None:
@@ -131,26 +176,24 @@ def test_a_port_that_is_none() -> None:
         check_port(70000, "--mlflow-port")
 
 
-@pytest.mark.parametrize("fault", ["missing", "empty", "column", "long"])
-def test_rows_that_cannot_be_used(home: Path, tmp_path: Path, fault: str) -> None:
-    rows = [ROW] * 4
-    if fault == "empty":
-        rows = []
-    if fault == "column":
-        rows = [{key: row[key] for key in ("data_source", "prompt")} for row in rows]
-    if fault == "long":
-        rows = [*rows, {**ROW, "prompt": [{"role": "user", "content": "1 " * 40}]}]
-    held_out = parquet(tmp_path / "val.parquet", [{**ROW, "prompt": [{"role": "user", "content": "4 3"}]}])
-    path = str(tmp_path / "nothing.parquet") if fault == "missing" else parquet(tmp_path / "train.parquet", rows)
-    settings = ["data.source=files", f"data.path={path}", f"data.val_path={held_out}", *SHORT]
-    output = refused(home, "run", "grpo", "--run", f"rows-{fault}", *settings)
-    words = {"missing": "nothing.parquet", "empty": "row", "column": "reward_model", "long": "row 5"}
-    assert words[fault] in output
-    assert not (home / f"runs/rows-{fault}/checkpoints").exists()
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [([], "row"), ([*[ROW] * 4, {**ROW, "prompt": [{"role": "user", "content": "1 " * 40}]}], "row 5")],
+    ids=["empty", "long"],
+)
+def test_rows_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        check_rows(compose("grpo", files(tmp_path, rows)).config, [])
+
+
+def test_of_many_rows_only_some_are_read_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.first_checks.MOST_ROWS", 2)
+    check_rows(compose("grpo", files(tmp_path, [ROW, ROW, ROW, HELD_OUT])).config, [])
 
 
 def test_config_prints_and_starts_nothing(tmp_path: Path) -> None:
+    before = cpu_s()
     done = rollforward(tmp_path / "none", "config", "demo", "trainer.steps=7")
-    assert done.code == 0 and done.seconds < 5
+    assert done.code == 0 and cpu_s() - before < 2
     assert "override" in done.output and "recipe demo" in done.output
     assert not (tmp_path / "none").exists()

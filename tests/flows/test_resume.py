@@ -5,9 +5,11 @@ import os
 import re
 import shlex
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -72,8 +74,8 @@ def test_other_settings_under_the_same_name_are_refused(home: Path, small: Resul
 def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None:
     process = start(tmp_path, "step 1/6", [*RUN, "trainer.save_every=3"])
     family = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` and job schedulers send it
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
     assert "stopping after the current step (about " in output
     told = re.search(r"stopped at step (\d) of 6\n.*\n +to resume from the last committed step:\n +(.*)", output)
@@ -89,6 +91,20 @@ def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 143 and "after the current step" not in output, output
     assert f"stopped at step {told[1]} of 6" in output or f"stopped at step {int(told[1]) + 1} of 6" in output
+
+
+def test_sigterm_to_all_processes_of_the_group_while_workers_start_and_while_a_version_is_loaded(
+    tmp_path: Path,
+) -> None:
+    for stage, step in (("▸ warm start", 0), ("▸ reload", 6)):
+        process = start(tmp_path, stage, [*RUN, "gate.reload=true"])
+        time.sleep(1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 143, output
+        assert f"stopped at step {step} of 6" in output and output.rstrip().endswith("--run small"), output
+        ended(tmp_path, family)
 
 
 @pytest.fixture(scope="module")
@@ -138,5 +154,7 @@ def ended(home: Path, family: list[psutil.Process]) -> None:
     client = MlflowClient(f"sqlite:///{home}/mlflow.db")
     (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert run.info.status == "KILLED"
+    with closing(sqlite3.connect(home / "prefect/prefect.db")) as database:
+        assert ("RUNNING",) not in database.execute("select state_type from flow_run").fetchall()
     with (home / "locks/small.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,12 +2,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.config.schema import DataConfig, TinyModelConfig
 from rl_core.data.sources import sort_digits
 from rl_core.models.load import load_tokenizer
-from rl_core.models.tiny import build_tokenizer, save_tiny_model
+from rl_core.models.tiny import build_tokenizer, save_tiny_model, tiny_config
 from rl_core.models.tokenizer import CHARACTERS
 
 SHAPE = TinyModelConfig(hidden_size=64, layers=1, heads=2)
@@ -55,6 +55,17 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     a, b, c = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b", "c"))
     assert a == b
     assert a["model.safetensors"] != c["model.safetensors"]
+
+
+def test_its_files_are_those_of_transformers(tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = Qwen3ForCausalLM(Qwen3Config(**tiny_config(SHAPE, 64)))
+    model.save_pretrained(tmp_path / "theirs")
+    save_tiny_model(tmp_path / "ours", SHAPE, 64, 3)
+    for file in (tmp_path / "theirs").iterdir():
+        assert file.read_bytes() == (tmp_path / "ours" / file.name).read_bytes(), file.name
+    assert type(AutoTokenizer.from_pretrained(tmp_path / "ours")) is type(load_tokenizer(tmp_path / "ours"))
 
 
 def test_making_a_model_leaves_the_global_generator_alone(tmp_path: Path) -> None:

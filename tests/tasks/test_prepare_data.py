@@ -45,7 +45,7 @@ def prepare(folder: Path, tmp_path: Path, sqlite_uri: str) -> Prepare:
     ]
     settings = [f"data.mixture=[{', '.join(entries)}]", "data.train_batch_size=2"]
 
-    def prepared(**options: bool) -> dict[str, Any]:
+    def prepared(**options: Any) -> dict[str, Any]:
         run = open_run(compose("grpo", settings), tmp_path, "mixed")  # where the database of `sqlite_uri` is
         with open_session(run, **options) as session:
             return prepare_data.__wrapped__(session)  # type: ignore[attr-defined, no-any-return]
