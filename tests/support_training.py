@@ -89,7 +89,13 @@ RUNS = {
     # An untrained model calls nothing.
     "tools": (
         "grpo",
-        ["trainer.steps=2", "agent.tools=[calculator]", "agent.parser=pythonic", "rollout.log_probs=false"],
+        [
+            "trainer.steps=2",
+            "agent.tools=[calculator]",
+            "agent.parser=pythonic",
+            "rollout.log_probs=false",
+            "actor.mini_batch_size=4",  # one update a step, which also gives the log-probs before it
+        ],
     ),
 }
 

@@ -27,6 +27,10 @@ class Dispatch(Enum):
     DP_COMPUTE_METRIC = (
         "DataProto split over the data-parallel groups (must be divisible); returns rank 0's result, equal on all ranks"
     )
+    DP_UPDATE = (
+        "DataProto split over the data-parallel groups (must be divisible); returns the DataProto concatenated from "
+        "the first rank of each group, and rank 0's metrics, equal on all ranks"
+    )
     ROLLOUT_COMPUTE_PROTO = (
         "DataProto split over the rollout engines (padded if not divisible); returns the DataProto concatenated from "
         "the first rank of each engine"
@@ -54,7 +58,7 @@ class Layout:
         """Ranks whose results are collected."""
         if mode in (Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_METRIC):
             return range(1)
-        split = mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ROLLOUT_COMPUTE_PROTO)
+        split = mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_UPDATE, Dispatch.ROLLOUT_COMPUTE_PROTO)
         return range(0, self.world_size, self.sharing(mode) if split else 1)
 
 
@@ -78,7 +82,7 @@ def split(mode: Dispatch, layout: Layout, args: tuple[Any, ...]) -> tuple[list[t
     columns = []
     for arg in args:
         if isinstance(arg, DataProto):
-            if mode is not Dispatch.DP_COMPUTE_METRIC:
+            if mode not in (Dispatch.DP_COMPUTE_METRIC, Dispatch.DP_UPDATE):
                 arg, padding = arg.pad_to_divisor(world_size // sharing)
             columns.append([part for part in arg.chunk(world_size // sharing) for _ in range(sharing)])
         else:
@@ -92,4 +96,6 @@ def collect(mode: Dispatch, results: list[Any], padding: int) -> Any:
         return results[0]
     if mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ROLLOUT_COMPUTE_PROTO):
         return DataProto.concat(results).unpad(padding)
+    if mode is Dispatch.DP_UPDATE:
+        return DataProto.concat([rows for rows, _ in results]), results[0][1]
     return results

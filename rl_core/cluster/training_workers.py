@@ -33,8 +33,8 @@ from rl_core.rollout.weights.transfer import NcclBroadcast, buckets
 from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
-from rl_core.training.engine import DTYPES, LossFunction, TrainEngine
-from rl_core.training.losses import policy_loss, select_tokens, supervised_loss, value_loss
+from rl_core.training.engine import DTYPES, LossFunction, Outputs, TrainEngine
+from rl_core.training.losses import LOG_PROB_COLUMNS, policy_loss, select_tokens, supervised_loss, value_loss
 from rl_core.training.mesh import make_rank_mesh
 from rl_core.training.sharded_checkpoint import export_model, load_engine, save_engine
 
@@ -77,8 +77,19 @@ class TrainingWorker(Worker):
             self.config.trainer.seed,
         )
 
-    def _train(self, engine: TrainEngine, data: DataProto, epochs: int, loss_of: LossOf, *args: float) -> Metrics:
-        """Runs all epochs over this rank's share of the mini-batches; returns metrics as of `mean_of_updates`."""
+    def _train(
+        self,
+        engine: TrainEngine,
+        data: DataProto,
+        epochs: int,
+        loss_of: LossOf,
+        *args: float,
+        keep: Outputs | None = None,
+    ) -> Metrics:
+        """Runs all epochs over this rank's share of the mini-batches; returns metrics as of `mean_of_updates`.
+
+        `keep` receives the engine's outputs.
+        """
         minis = data.chunk(self.config.data.train_batch_size // self.config.mini_batch_size)
         updates: list[Metrics] = []
         for _ in range(epochs):
@@ -89,7 +100,7 @@ class TrainingWorker(Worker):
                 dist.all_reduce(counts)
                 counts /= self.config.fsdp.sequence_parallel_size  # ranks that share sequences hold the same rows
                 mini, loss_function = loss_of(mini, *counts.tolist())
-                updates.append(engine.train_mini_batch(mini, loss_function, *args))
+                updates.append(engine.train_mini_batch(mini, loss_function, *args, keep=keep))
         return mean_of_updates(updates)
 
 
@@ -213,8 +224,7 @@ class ActorRolloutRefWorker(TrainingWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Returns `old_log_probs`, `entropy` and `sum_pi_squared` [B, R] of the responses under the actor, at the
         sampling temperature."""
-        log_probs, entropy, squares = self.actor.compute(data, self.temperature)
-        return DataProto({"old_log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares})
+        return DataProto(dict(zip(LOG_PROB_COLUMNS, self.actor.compute(data, self.temperature), strict=True)))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -227,10 +237,16 @@ class ActorRolloutRefWorker(TrainingWorker):
             self.reference.offload()
         return DataProto({"ref_log_prob": log_probs})
 
-    @register(Dispatch.DP_COMPUTE_METRIC)
-    def update_actor(self, data: DataProto) -> Metrics:
-        """Runs all optimizer updates of one step on the policy loss; returns metrics."""
-        return self._train(self.actor, data, self.config.actor.ppo_epochs, self._policy_loss, self.temperature)
+    @register(Dispatch.DP_UPDATE)
+    def update_actor(self, data: DataProto) -> tuple[DataProto, Metrics]:
+        """Runs all optimizer updates of one step on the policy loss; returns the columns of `compute_log_prob`, if the
+        data lack them, and metrics. Such data are for a single update, whose forward pass gives the columns."""
+        outputs = Outputs() if LOG_PROB_COLUMNS[0] not in data.batch else None
+        metrics = self._train(
+            self.actor, data, self.config.actor.ppo_epochs, self._policy_loss, self.temperature, keep=outputs
+        )
+        columns = dict(zip(LOG_PROB_COLUMNS, outputs.on_cpu(), strict=True)) if outputs else {}
+        return DataProto(columns), metrics
 
     def _policy_loss(self, mini: DataProto, tokens: float, sequences: float) -> tuple[DataProto, LossFunction]:
         if "selected_BR" in POLICY_LOSSES.resolve(self.config.actor.policy_loss).needs:

@@ -9,6 +9,7 @@ each rank holds part of the tokens and computes part of the heads.
 import importlib
 import sys
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,23 +25,75 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class Shared(NamedTuple):
+    """Prefixes shared by B sequences: the first `length_B` tokens of each are those of sequence `first_B`, which is
+    the sequence itself or an earlier one that shares nothing."""
+
+    first_B: Tensor
+    length_B: Tensor
+
+
+class Row(NamedTuple):
+    """The K tokens of a row that holds shared prefixes once, out of T tokens of all sequences: their indices `kept_K`
+    among all tokens, and the index `place_T` in the row of every token."""
+
+    kept_K: Tensor
+    place_T: Tensor
+
+    def extended(self, count: int) -> "Row":
+        """The row followed by `count` more tokens that are not shared."""
+        more = torch.arange(count)
+        return Row(
+            torch.cat([self.kept_K, len(self.place_T) + more]), torch.cat([self.place_T, len(self.kept_K) + more])
+        )
+
+    def to(self, device: torch.device) -> "Row":
+        """The row on the device."""
+        return Row(*(to_device(x, device) for x in self))
+
+
+def row_of(lengths: list[int], shared: Shared) -> Row:
+    """The row of these sequences in which each shared prefix is computed once."""
+    length_B = torch.tensor(lengths)
+    start_B, sequence_T = length_B.cumsum(0) - length_B, torch.arange(len(lengths)).repeat_interleave(length_B)
+    index_T = torch.arange(len(sequence_T))
+    position_T = index_T - start_B[sequence_T]
+    in_prefix_T = position_T < shared.length_B[sequence_T]
+    source_T = torch.where(in_prefix_T, start_B[shared.first_B[sequence_T]] + position_T, index_T)
+    is_kept_T = source_T == index_T
+    return Row(is_kept_T.nonzero().squeeze(1), (is_kept_T.cumsum(0) - 1)[source_T])
+
+
 class Layout:
     """Layout of B packed sequences: `cu_seqlens` [B + 1] int32 on the device, length of the longest sequence in tokens,
-    and the group of ranks that share the row, if any."""
+    the group of ranks that share the row, if any, and the row's tokens if sequences share prefixes in it."""
 
-    def __init__(self, lengths: list[int], device: torch.device, parallel: SequenceParallel | None = None) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        device: torch.device,
+        parallel: SequenceParallel | None = None,
+        row: Row | None = None,
+    ) -> None:
         """`lengths` are the sequence lengths in tokens, all positive."""
         cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
         self.cu_seqlens, self.longest, self.parallel = to_device(cu_seqlens, device), max(lengths), parallel
+        self.row = row and row.to(device)
+
+    def in_row(self, index: Tensor) -> Tensor:
+        """Indices in the row of tokens given by their indices among all tokens."""
+        return self.row.place_T[index] if self.row else index
 
     @cached_property
     def padded(self) -> tuple[Tensor, Tensor]:
-        """Indices [B, longest] of the padded view's positions in the packed row (0 on padding), and indices [T] of the
+        """Indices [B, longest] of the padded view's positions in the packed row (0 on padding), and indices [K] of the
         packed tokens in the flattened padded view."""
         starts_B, length_B = self.cu_seqlens[:-1].long(), self.cu_seqlens.diff()
         position_L = torch.arange(self.longest, device=starts_B.device)
         real_BL = position_L < length_B[:, None]
-        return torch.where(real_BL, starts_B[:, None] + position_L, 0), real_BL.flatten().nonzero().squeeze(1)
+        gather_BL = self.in_row(torch.where(real_BL, starts_B[:, None] + position_L, 0))
+        scatter_T = real_BL.flatten().nonzero().squeeze(1)
+        return gather_BL, scatter_T[self.row.kept_K] if self.row else scatter_T
 
 
 def packed_attention(
@@ -90,15 +143,21 @@ def _varlen(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layou
     groups = query_THD.shape[1] // key_THD.shape[1]
     key_THD, value_THD = (x.repeat_interleave(groups, dim=1) for x in (key_THD, value_THD))
     cu, longest = layout.cu_seqlens, layout.longest
+    if layout.row:
+        query_THD, key_THD, value_THD = (x[layout.row.place_T] for x in (query_THD, key_THD, value_THD))
     out_THD: Tensor = varlen_attn(  # type: ignore[assignment]
         query_THD, key_THD, value_THD, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0)
     )
-    return out_THD
+    return out_THD[layout.row.kept_K] if layout.row else out_THD
 
 
 def _padded(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, scaling: float) -> Tensor:
     gather_BL, scatter_T = layout.padded
-    query_BHLD, key_BHLD, value_BHLD = (x[gather_BL].transpose(1, 2) for x in (query_THD, key_THD, value_THD))
+    # Not `x[gather_BL]`: its gradient adds rows that are gathered several times in any order if there are threads.
+    query_BHLD, key_BHLD, value_BHLD = (
+        x.index_select(0, gather_BL.flatten()).unflatten(0, gather_BL.shape).transpose(1, 2)
+        for x in (query_THD, key_THD, value_THD)
+    )
     out_BHLD = F.scaled_dot_product_attention(
         query_BHLD, key_BHLD, value_BHLD, is_causal=True, scale=scaling, enable_gqa=True
     )

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_core.errors import InputError
-from rl_core.models.attention import ATTENTION, Layout, import_model_code, register_attention, to_device
+from rl_core.models.attention import (
+    ATTENTION,
+    Layout,
+    Shared,
+    import_model_code,
+    register_attention,
+    row_of,
+    to_device,
+)
 from rl_core.models.folder import check_files
 from rl_core.models.log_probs import ChunkedLogProbs
 from rl_core.models.sequence_parallel import SequenceParallel
@@ -179,24 +187,33 @@ def stop_tokens(path: str | Path) -> tuple[int, ...]:
 
 
 class Packed:
-    """B sequences packed into one row: `ids_T` [T], this rank's part as `input_ids` and `position_ids` [1, T/S], and
-    the layout that separates the sequences. With sequence parallelism over S ranks, a short padding sequence makes the
-    row divisible by S."""
+    """B sequences packed into one row: `ids_T` [T], this rank's part as `input_ids` and `position_ids` [1, K/S], and
+    the layout that separates the sequences. A prefix that several sequences share is in the row once, so K <= T. With
+    sequence parallelism over S ranks, a short padding sequence makes the row divisible by S."""
 
     def __init__(
-        self, ids_T: Tensor, lengths: list[int], device: torch.device, parallel: SequenceParallel | None = None
+        self,
+        ids_T: Tensor,
+        lengths: list[int],
+        device: torch.device,
+        parallel: SequenceParallel | None = None,
+        shared: Shared | None = None,
     ) -> None:
-        """`ids_T` are the concatenated tokens of all sequences, `lengths` the number of tokens of each."""
-        padding = -len(ids_T) % (parallel.size if parallel else 1)
+        """`ids_T` are the concatenated tokens of all sequences, `lengths` the number of tokens of each, and `shared`
+        the prefixes that are computed once; without it, no sequence shares any."""
+        row = shared and row_of(lengths, shared)
+        computed = len(row.kept_K) if row else len(ids_T)
+        padding = -computed % (parallel.size if parallel else 1)
         if padding:
-            ids_T, lengths = F.pad(ids_T, (0, padding)), [*lengths, padding]
+            ids_T, lengths, row = F.pad(ids_T, (0, padding)), [*lengths, padding], row and row.extended(padding)
         length_B = torch.tensor(lengths)
         starts_T = (length_B.cumsum(0) - length_B).repeat_interleave(length_B)
-        positions_T = to_device(torch.arange(len(ids_T)) - starts_T, device)
+        positions_T = torch.arange(len(ids_T)) - starts_T
+        row_ids, row_positions = (x[row.kept_K] if row else x for x in (ids_T, positions_T))
         self.ids_T = to_device(ids_T, device)
-        self.parallel, self.own = parallel, parallel.own(len(ids_T)) if parallel else slice(0, len(ids_T))
-        self.input_ids, self.position_ids = self.ids_T[None, self.own], positions_T[None, self.own]
-        self.layout = Layout(lengths, device, parallel)
+        self.parallel, self.own = parallel, parallel.own(len(row_ids)) if parallel else slice(0, len(row_ids))
+        self.input_ids, self.position_ids = (to_device(x, device)[None, self.own] for x in (row_ids, row_positions))
+        self.layout = Layout(lengths, device, parallel, row)
 
     def hidden_states(self, model: "PreTrainedModel", target_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """For this rank's target tokens: last hidden states before them [n, D], their ids [n], and a mask [N] of them
@@ -204,7 +221,7 @@ class Packed:
         output = model(
             input_ids=self.input_ids, position_ids=self.position_ids, layout=self.layout, use_cache=False
         ).last_hidden_state[0]
-        before_N = target_N - 1
+        before_N = self.layout.in_row(target_N - 1)
         if self.parallel is None:
             return output[before_N], self.ids_T[target_N], None
         own_N = (before_N >= self.own.start) & (before_N < self.own.stop)

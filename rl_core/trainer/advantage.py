@@ -64,8 +64,8 @@ def apply_kl(batch: DataProto, kind: str, coef: float) -> tuple[DataProto, Metri
 def compute_advantages(batch: DataProto, config: RunConfig) -> DataProto:
     """Adds `advantages` and `returns` [B, R] by the configured estimator.
 
-    Reads `token_level_rewards`, `response_mask`, `old_log_probs` and `sum_pi_squared` [B, R] and the groups in `uid`
-    [B]; depending on the estimator also `values` [B, R], `greedy_reward_B` [B] or the `reward_named/…` columns [B].
+    Reads `token_level_rewards` and `response_mask` [B, R] and the groups in `uid` [B]; depending on the estimator also
+    `values`, `old_log_probs` and `sum_pi_squared` [B, R], `greedy_reward_B` [B] or the `reward_named/…` columns [B].
     Raises InputError if the estimator needs a column that the batch lacks.
     """
     tensors, algorithm = batch.batch, config.algorithm
@@ -74,8 +74,8 @@ def compute_advantages(batch: DataProto, config: RunConfig) -> DataProto:
     named = {name.removeprefix(NAMED): column for name, column in tensors.items() if name.startswith(NAMED)}
     pool = {
         "values_BR": tensors.get("values"),
-        "old_log_probs_BR": tensors["old_log_probs"],
-        "sum_pi_squared_BR": tensors["sum_pi_squared"],
+        "old_log_probs_BR": tensors.get("old_log_probs"),
+        "sum_pi_squared_BR": tensors.get("sum_pi_squared"),
         "greedy_reward_B": tensors.get("greedy_reward_B"),
         "named_rewards": named or None,
         "reward_weights": {name: float(weight) for name, weight in weights.items()},

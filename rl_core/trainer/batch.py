@@ -3,14 +3,34 @@
 import numpy as np
 import torch
 
+from rl_core.algorithms.advantages import ESTIMATORS
+from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.algorithms.shaping import pf_ppo_weights, resample
 from rl_core.config.schema import RunConfig
 from rl_core.data.balance import balanced_parts
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
+from rl_core.training.losses import LOG_PROB_COLUMNS
 
 PF_PPO_STREAM = 1_000_000
 """Random stream of policy filtering; above every attempt number of dynamic sampling."""
+
+
+def log_probs_with_update(config: RunConfig) -> bool:
+    """Whether the log-probs before the update come from the forward pass of the update, which equals a pass of its own.
+
+    True for a single update on the rows in their order, if nothing before it reads them.
+    """
+    reading = {f"{name}_BR" for name in LOG_PROB_COLUMNS} & {*ESTIMATORS.resolve(config.algorithm.estimator).needs}
+    reading |= {*POLICY_LOSSES.resolve(config.actor.policy_loss).needs}
+    return (
+        config.actor.ppo_epochs == 1
+        and config.mini_batch_size == config.data.train_batch_size
+        and config.algorithm.pf_ppo == "none"
+        and config.correction.weights == config.correction.reject == "none"
+        and not config.needs_reference
+        and not reading
+    )
 
 
 def prompt_batch(rows: RLHFDataset, indices: list[int], config: RunConfig, step: int, attempt: int = 0) -> DataProto:

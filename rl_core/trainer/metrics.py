@@ -21,23 +21,24 @@ from rl_core.data.protocol import DataProto, Metrics
 class Phases:
     """Wall time in seconds of the phases of one step, and the tokens processed by some of them.
 
-    The trainer's phases are `rollout`, `score`, `log_prob`, `advantage`, `update`, `push` and `commit`; `rollout` and
-    `update` count tokens.
+    The trainer's phases are `rollout`, `score`, `log_prob`, `advantage`, `update`, `push`, `commit` and `record`;
+    `rollout` and `update` count tokens. The step begins with this object.
     """
 
     def __init__(self, on_begin: Callable[[str], None] = lambda name: None) -> None:
         """`on_begin` receives the name of each phase as it begins."""
-        self.on_begin = on_begin
+        self.on_begin, self.start = on_begin, time.perf_counter()
         self.seconds: dict[str, float] = {}
         self.tokens: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Times the block as phase `name`."""
+        """Times the block as phase `name`; a phase inside another one is not part of the outer one."""
         self.on_begin(name)
-        start = time.perf_counter()
+        start, inside = time.perf_counter(), sum(self.seconds.values())
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        others = sum(self.seconds.values()) - inside
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - others
 
     def count(self, name: str, tokens: float) -> None:
         """Adds to the token count of phase `name`."""
@@ -45,7 +46,7 @@ class Phases:
 
     def metrics(self, tokens: float) -> Metrics:
         """`time/<phase>`, `time/step`, and tokens per second of the step and of the phases that count tokens."""
-        total = sum(self.seconds.values())
+        total = time.perf_counter() - self.start
         return {
             **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
             "time/step": total,
@@ -66,7 +67,7 @@ def spread(name: str, values: Tensor) -> Metrics:
 
 
 def batch_metrics(batch: DataProto, multi_turn: bool) -> Metrics:
-    """Scores, rewards, lengths, groups, advantages, turns, and the mismatch between rollout engine and trainer."""
+    """Scores, rewards, lengths, groups, advantages and turns."""
     tensors, mask_BR, scored_B = batch.batch, batch.batch["response_mask"], batch.batch["scored"]
     score_B = tensors["token_level_scores"].sum(-1)
     group_B = group_index(list(batch.non_tensor_batch["uid"]))
@@ -88,9 +89,6 @@ def batch_metrics(batch: DataProto, multi_turn: bool) -> Metrics:
         "response_length/truncated_share": float((stop == "length").mean()),
         **spread("advantage", tensors["advantages"][mask_BR > 0]),
     }
-    if "rollout_log_probs" in tensors:
-        mismatch = mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask_BR)
-        metrics |= {f"kl/{name}": value for name, value in mismatch.items()}
     if multi_turn:
         metrics |= conversation_metrics(batch)
     for name, column in tensors.items():
@@ -99,6 +97,15 @@ def batch_metrics(batch: DataProto, multi_turn: bool) -> Metrics:
     if "values" in tensors:
         metrics |= value_metrics(tensors["values"], tensors["returns"], mask_BR)
     return metrics
+
+
+def mismatch(batch: DataProto) -> Metrics:
+    """Mismatch between rollout engine and trainer; empty without the engine's log-probs."""
+    tensors = batch.batch
+    if "rollout_log_probs" not in tensors:
+        return {}
+    found = mismatch_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"])
+    return {f"kl/{name}": value for name, value in found.items()}
 
 
 def conversation_metrics(batch: DataProto) -> Metrics:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
@@ -20,7 +22,6 @@ def write_rollouts(store: Store, path: str, batch: DataProto) -> None:
 
 def rollout_parquet(batch: DataProto) -> bytes:
     """The step's trajectories as parquet, without padding: advantages and all inputs of advantages and losses."""
-    prompt_length, length = batch.batch["prompt_length"].tolist(), batch.batch["response_length"].tolist()
     columns: dict[str, Any] = {
         name: batch.non_tensor_batch[name].tolist()
         for name in ("uid", "seed", "stop_reason", "status", "detail", "score_status", "score_detail")
@@ -28,15 +29,22 @@ def rollout_parquet(batch: DataProto) -> bytes:
     columns["calls"] = [json.dumps(calls) for calls in batch.non_tensor_batch["calls"]]
     columns["row"] = [row["extra_info"]["index"] for row in batch.non_tensor_batch["row"]]
     columns["data_source"] = [row["data_source"] for row in batch.non_tensor_batch["row"]]
-    columns["prompt_ids"] = [row[:n] for row, n in zip(batch.batch["prompts"].tolist(), prompt_length, strict=True)]
+    columns["prompt_ids"] = _lists(batch.batch["prompts"], batch.batch["prompt_length"])
     for name, tensor in sorted(batch.batch.items()):
         if tensor.ndim == 1 and name not in ("prompt_length", "response_length"):
-            columns[name] = tensor.tolist()
+            columns[name] = tensor.numpy()
         elif tensor.ndim == 2 and name != "prompts":
-            columns[name] = [row[:n] for row, n in zip(tensor.tolist(), length, strict=True)]
+            columns[name] = _lists(tensor, batch.batch["response_length"])
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer)
     return buffer.getvalue()
+
+
+def _lists(values_BR: Tensor, length_B: Tensor) -> pa.ListArray:
+    """The first `length_B` values of each row, without a Python object per value."""
+    real_BR = torch.arange(values_BR.shape[1]) < length_B[:, None]
+    offsets = torch.nn.functional.pad(length_B.cumsum(0), (1, 0)).to(torch.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets.numpy()), pa.array(values_BR[real_BR].numpy()))
 
 
 def rollout_table(data: bytes, needed: Sequence[str], where: str) -> pa.Table:

@@ -34,12 +34,20 @@ class Sampler:
         named reward that the estimator needs is missing, TrainingError if dynamic sampling finds too few groups or the
         engines served wrong weights, and errors of the rollouts unchanged.
         """
-        for ahead in range(step, min(step + self.config.max_staleness, self.config.trainer.steps) + 1):
-            self.queue.begin(ahead)
+        with phase("rollout"):
+            for ahead in range(step, min(step + self.config.max_staleness, self.config.trainer.steps) + 1):
+                self.queue.begin(ahead)
         most = self.config.algorithm.max_generated_batches
         if not most:
             batch = self._generate(step, 0, phase)
-            return apply_overlong_penalty(batch, self.config), self._staleness(batch, step)
+            with phase("score"):
+                return apply_overlong_penalty(batch, self.config), self._staleness(batch, step)
+        with phase("score"):
+            batch, metrics = self._useful(step, most, phase)
+            return apply_overlong_penalty(batch, self.config), metrics | self._staleness(batch, step)
+
+    def _useful(self, step: int, most: int, phase: Phases) -> tuple[DataProto, Metrics]:
+        """The step's rows from at most `most` generated batches: groups with different scores first."""
         size = self.config.data.train_batch_size * self.config.rollout.n
         useful: list[DataProto] = []
         flat: list[DataProto] = []
@@ -64,13 +72,11 @@ class Sampler:
         generated = DataProto.concat(align_named_rewards([*useful, *flat], self.config))
         batch = generated[:size]
         score = masked_mean(generated.batch["token_level_scores"].sum(-1), generated.batch["scored"].float()).item()
-        metrics = {
+        return batch, {
             "sampling/generated_batches": float(made),
             "sampling/generated_score": score,
             "sampling/useful_share": min(found / size, 1.0),
-            **self._staleness(batch, step),
         }
-        return apply_overlong_penalty(batch, self.config), metrics
 
     def _generate(self, step: int, attempt: int, phase: Phases) -> DataProto:
         config = self.config
@@ -80,8 +86,8 @@ class Sampler:
             phase.count("rollout", float(sum(part.batch["response_mask"].sum() for part in made)))
             if not config.algorithm.max_generated_batches:
                 self.rollout.sleep()
-        self._check_versions(batch, step)
         with phase("score"):
+            self._check_versions(batch, step)
             batch = assign_scores(batch, self.model, self.tokenizer, config, step)
             if greedy is not None:
                 scored = assign_scores(greedy, self.model, self.tokenizer, config, step)

@@ -13,15 +13,16 @@ from rl_core.config.schema import RunConfig
 from rl_core.config.updates import mini_batches
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
-from rl_core.data.protocol import Metrics
+from rl_core.data.protocol import DataProto, Metrics
+from rl_core.errors import TrainingError
 from rl_core.storage import run_files
 from rl_core.storage.ledger import Ledger
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
 from rl_core.trainer.advantage import apply_correction_and_kl, compute_advantages
-from rl_core.trainer.batch import balanced_order, training_rows
+from rl_core.trainer.batch import balanced_order, log_probs_with_update, training_rows
 from rl_core.trainer.checkpoints import Checkpointer
-from rl_core.trainer.metrics import Phases, batch_metrics
+from rl_core.trainer.metrics import Phases, batch_metrics, mismatch
 from rl_core.trainer.observer import RunObserver
 from rl_core.trainer.rollout_file import write_rollouts
 from rl_core.trainer.rollout_queue import STATE_KEY, RolloutQueue
@@ -76,45 +77,27 @@ class PPOTrainer:
         in the engines, a failed canary), InputError for a config or scorer that does not fit the batch, and WorkerError
         for an unexpected exception of a worker.
         """
-        config, roles = self.config, self.roles
-        passes = config.actor.ppo_epochs + config.needs_critic * config.critic.ppo_epochs
-        last = self.step >= until
+        passes = self.config.actor.ppo_epochs + self.config.needs_critic * self.config.critic.ppo_epochs
+        last, phase = self.step >= until, Phases()
         while not last:
             step = self.step + 1
-            phase = Phases(partial(self.observer.on_phase, step))
-            # With prefetched rollouts, which the checkpoint must contain, the step is repeated instead.
-            with nullcontext() if config.max_staleness else self.checkpointer.kept():
-                batch, metrics = self.sampler.batch(step, phase)
-            with phase("log_prob"):
-                order = torch.tensor(balanced_order(batch, config))
-                batch = batch.reorder(order)
-                values = roles.critic.compute_values.submit(batch) if config.needs_critic else None
-                batch = batch.union(roles.actor.compute_log_prob(batch))
-                if config.needs_reference:
-                    batch = batch.union(roles.actor.compute_ref_log_prob(batch))
-                if values:
-                    batch = batch.union(values.get())
-                batch = batch.reorder(order.argsort())  # restore: mini-batches must not depend on the number of ranks
+            phase.on_begin = partial(self.observer.on_phase, step)
+            batch, metrics = self._batch(step, phase)
             with phase("advantage"):
-                batch, shaping = apply_correction_and_kl(batch, config, self.kl_controller)
-                batch = compute_advantages(batch, config)
-                metrics |= shaping | batch_metrics(batch, config.multi_turn)
-                self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
-                rows = training_rows(batch, config, step)
+                rows = training_rows(batch, self.config, step)
             tokens = float((rows.batch["prompt_length"] + rows.batch["response_length"]).sum())
             with phase("commit"):
                 self.checkpointer.finish(self.queue.saved(step))  # the previous checkpoint, written during the rollouts
             with self.checkpointer.replayable(step, batch, metrics):
                 with phase("update"):
-                    critic_update = roles.critic.update_critic.submit(rows) if config.needs_critic else None
-                    metrics |= prefixed("actor", roles.actor.update_actor(rows))
-                    if critic_update:
-                        metrics |= prefixed("critic", critic_update.get())
+                    metrics |= self._update(batch, rows)
                     phase.count("update", tokens * passes)
+                with phase("advantage"):
+                    metrics |= mismatch(batch)
                 with phase("rollout"):
                     self.queue.before_push()
                 with phase("push"):
-                    metrics["kl/canary"] = roles.rollout.push_weights(step)
+                    metrics["kl/canary"] = self.roles.rollout.push_weights(step)
             with phase("commit"):
                 write_rollouts(self.store, run_files.rollouts(step), batch)
                 last = step == until or self.observer.should_stop()
@@ -122,10 +105,58 @@ class PPOTrainer:
                     self.checkpointer.begin(step, self._meta(step))
             # Written before the manifest; the record counts once a manifest covers its step.
             record = {"step": step, "time": time.time(), "metrics": {**metrics, **phase.metrics(tokens)}}
-            self.ledger.write(step, record)
-            self.step = step
-            self.observer.on_step(record)
+            phase = Phases()
+            with phase("record"):
+                self.ledger.write(step, record)
+                self.step = step
+                self.observer.on_step(record)
         self.checkpointer.finish(self.queue.saved(self.step + 1))
+
+    def _batch(self, step: int, phase: Phases) -> tuple[DataProto, Metrics]:
+        """Rollouts of the step with scores, log-probs and advantages, and their metrics."""
+        config, roles = self.config, self.roles
+        # With prefetched rollouts, which the checkpoint must contain, the step is repeated instead.
+        with nullcontext() if config.max_staleness else self.checkpointer.kept():
+            batch, metrics = self.sampler.batch(step, phase)
+        if config.needs_critic or not log_probs_with_update(config):
+            with phase("log_prob"):
+                order = torch.tensor(balanced_order(batch, config))
+                batch = batch.reorder(order)
+                values = roles.critic.compute_values.submit(batch) if config.needs_critic else None
+                if not log_probs_with_update(config):
+                    batch = batch.union(roles.actor.compute_log_prob(batch))
+                if config.needs_reference:
+                    batch = batch.union(roles.actor.compute_ref_log_prob(batch))
+                if values:
+                    batch = batch.union(values.get())
+                batch = batch.reorder(order.argsort())  # restore: mini-batches must not depend on the number of ranks
+        with phase("advantage"):
+            batch, shaping = apply_correction_and_kl(batch, config, self.kl_controller)
+            batch = compute_advantages(batch, config)
+            metrics |= shaping | batch_metrics(batch, config.multi_turn)
+            self.kl_controller.update(metrics.get("kl/ref_k1", 0.0), len(batch))
+        return batch, metrics
+
+    def _update(self, batch: DataProto, rows: DataProto) -> Metrics:
+        """Updates actor and critic on the training rows of the batch; adds the log-probs before the update to the batch
+        if it lacks them."""
+        config, roles = self.config, self.roles
+        critic = roles.critic.update_critic.submit(rows) if config.needs_critic else None
+        try:
+            columns, metrics = roles.actor.update_actor(rows)
+        except TrainingError:
+            if log_probs_with_update(config):  # for a replay; a failed update has not changed the weights
+                self._complete(batch, roles.actor.compute_log_prob(rows))
+            raise
+        self._complete(batch, columns)
+        metrics = prefixed("actor", metrics)
+        return metrics | prefixed("critic", critic.get()) if critic else metrics
+
+    def _complete(self, batch: DataProto, columns: DataProto) -> None:
+        """Adds columns in the order of the training rows to the batch; it has the same rows if there are any."""
+        if columns:
+            order = torch.tensor(balanced_order(batch, self.config))
+            batch.batch |= columns[order.argsort()].batch
 
     def _meta(self, step: int) -> Json:
         return {"step": step, STATE_KEY: self.queue.state_dict(), "kl_coef": self.kl_controller.coef}

@@ -5,7 +5,7 @@ gradient is the same for every split into micro-batches and over ranks.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,17 +90,18 @@ class TrainEngine:
         """Outputs of the module for all response tokens, each [B, R] float32 on the CPU."""
         self._onload()
         self.module.eval()
-        outputs: list[Tensor] = []
+        outputs = Outputs()
         for indices, micro in micro_batches(rows, self.max_tokens, self.rank_mesh):
-            for k, values_N in enumerate(_as_tuple(self.module(micro.packed, micro.target_N, *args))):
-                if k == len(outputs):
-                    outputs.append(torch.zeros(rows.batch["responses"].shape))
-                outputs[k][indices] = micro.pad(values_N).cpu()
+            outputs.add(indices, [micro.pad(v) for v in _as_tuple(self.module(micro.packed, micro.target_N, *args))])
         self.module.reshard()  # type: ignore[operator]
-        return tuple(outputs)
+        return outputs.on_cpu()
 
-    def train_mini_batch(self, rows: DataProto, loss_function: LossFunction, *args: float) -> dict[str, float]:
+    def train_mini_batch(
+        self, rows: DataProto, loss_function: LossFunction, *args: float, keep: "Outputs | None" = None
+    ) -> dict[str, float]:
         """One optimizer step on this rank's rows of a mini-batch; returns metrics that are the same on all ranks.
+
+        `keep` receives the module's outputs before the step, which equal those of `compute`.
 
         A step with a non-finite gradient is skipped: weights, moments and schedule do not change, and the only metric
         is `skipped_updates` 1. Raises TrainingError after more than `max_skipped_updates` skipped steps in a row.
@@ -109,8 +110,10 @@ class TrainEngine:
         self._onload()
         self.module.train()
         totals: dict[str, Tensor] = {}
-        for _, micro in micro_batches(rows, self.max_tokens, self.rank_mesh):
+        for indices, micro in micro_batches(rows, self.max_tokens, self.rank_mesh):
             outputs = tuple(micro.pad(v) for v in _as_tuple(self.module(micro.packed, micro.target_N, *args)))
+            if keep is not None:
+                keep.add(indices, outputs)
             loss, shares = loss_function(outputs, micro.rows)
             # FSDP averages gradients over the ranks, but the loss is a share of a global mean and needs their sum. The
             # same holds for ranks that share sequences: each has the same loss and a part of its gradient.
@@ -236,6 +239,23 @@ class TrainEngine:
                 "exp_avg": moments_1[name],
                 "exp_avg_sq": moments_2[name],
             }
+
+
+class Outputs:
+    """Outputs of a module for some rows, collected from their micro-batches."""
+
+    def __init__(self) -> None:
+        self.parts, self.indices = list[list[Tensor]](), list[int]()
+
+    def add(self, indices: list[int], outputs: Sequence[Tensor]) -> None:
+        """Adds the outputs [b, R] of the rows at `indices`."""
+        self.indices += indices
+        self.parts.append([output.detach() for output in outputs])
+
+    def on_cpu(self) -> tuple[Tensor, ...]:
+        """Each output [B, R] float32 on the CPU, in the order of the rows."""
+        order = torch.tensor(self.indices).argsort()
+        return tuple(torch.cat(parts).float().cpu()[order] for parts in zip(*self.parts, strict=True))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from rl_core.config.schema import CriticConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.training.engine import LossFunction
 
+LOG_PROB_COLUMNS = ("old_log_probs", "entropy", "sum_pi_squared")
+"""Columns [B, R] of the policy's outputs before the first update of a step."""
 Outputs = tuple[Tensor, ...]
 Shares = dict[str, Tensor]
 
@@ -43,7 +45,8 @@ def loss_settings(config: RunConfig) -> LossSettings:
 def policy_loss(config: RunConfig, tokens: float, sequences: float) -> LossFunction:
     """The configured policy loss with importance weights of the rollout correction, entropy bonus and KL loss.
 
-    `tokens` and `sequences` are the counts of the whole mini-batch over all ranks.
+    `tokens` and `sequences` are the counts of the whole mini-batch over all ranks. Without `old_log_probs` the policy
+    itself is the old one, as in the first update of a step.
     """
     actor, settings = config.actor, loss_settings(config)
     entry = POLICY_LOSSES.resolve(actor.policy_loss)
@@ -53,7 +56,7 @@ def policy_loss(config: RunConfig, tokens: float, sequences: float) -> LossFunct
     def loss_function(outputs: Outputs, rows: DataProto) -> tuple[Tensor, Shares]:
         log_prob_BR, entropy_BR = outputs[0], outputs[1]
         tensors = rows.batch
-        mask_BR, old_BR = tensors["response_mask"], tensors["old_log_probs"]
+        mask_BR, old_BR = tensors["response_mask"], tensors.get("old_log_probs", log_prob_BR.detach())
 
         def total(values_BR: Tensor, mode: str = "token-mean") -> Tensor:
             return aggregate_loss(values_BR, mask_BR, mode, tokens, sequences, scale)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_core.data.balance import balanced_parts
 from rl_core.data.protocol import DataProto
 from rl_core.errors import InputError
-from rl_core.models.attention import to_device
+from rl_core.models.attention import Shared, to_device
 from rl_core.models.load import Packed
 from rl_core.training.mesh import RankMesh
 
@@ -74,7 +74,8 @@ class MicroBatch:
         total_B = prompt_length_B + length_B
         first_B = total_B.cumsum(0) - total_B + prompt_length_B
         ids_T = torch.cat([prompts, responses], dim=1)[real]
-        self.packed = Packed(ids_T, total_B.tolist(), rank_mesh.device, rank_mesh.parallel)
+        shared = shared_prompts(prompts, prompt_length_B) if rank_mesh.device.type == "cpu" else None
+        self.packed = Packed(ids_T, total_B.tolist(), rank_mesh.device, rank_mesh.parallel, shared)
         self.target_N = to_device((first_B[:, None] + position_R)[real_BR], rank_mesh.device)
         self._real_BR = to_device(real_BR, rank_mesh.device)
         # Move all columns that a loss reads in a single copy.
@@ -86,6 +87,14 @@ class MicroBatch:
         """Values of the response tokens [N] as [B, R], 0 after the end of a response."""
         padded_BR = torch.zeros(self._real_BR.shape, dtype=values_N.dtype, device=values_N.device)
         return padded_BR.masked_scatter(self._real_BR, values_N)
+
+
+def shared_prompts(prompts: Tensor, length_B: Tensor) -> Shared | None:
+    """Rows [B, P] of equal prompts as shared prefixes; None if all differ."""
+    first: dict[bytes, int] = {}
+    pairs = zip(prompts.numpy(), length_B.tolist(), strict=True)
+    first_B = [first.setdefault(prompt[:length].tobytes(), row) for row, (prompt, length) in enumerate(pairs)]
+    return Shared(torch.tensor(first_B), length_B) if len(first) < len(prompts) else None
 
 
 def micro_batches(rows: DataProto, max_tokens: int, rank_mesh: RankMesh) -> Iterator[tuple[list[int], MicroBatch]]:

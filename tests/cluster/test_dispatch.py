@@ -51,6 +51,18 @@ def test_a_metric_needs_a_batch_that_divides_and_comes_from_one_rank() -> None:
     assert collect(Dispatch.DP_COMPUTE_METRIC, [{"loss": 1.0}, {"loss": 1.0}], 0) == {"loss": 1.0}
 
 
+def test_an_update_gives_rows_of_all_groups_and_metrics_of_one() -> None:
+    layout = Layout(4, 2)
+    calls, padding = split(Dispatch.DP_UPDATE, layout, (rows(4),))
+    assert [share.batch["x"].tolist() for (share,) in calls] == [[0, 1], [0, 1], [2, 3], [2, 3]] and padding == 0
+    assert list(layout.answering(Dispatch.DP_UPDATE)) == [0, 2]
+    with pytest.raises(ValueError, match="3 rows do not divide"):
+        split(Dispatch.DP_UPDATE, layout, (rows(3),))
+    joined, metrics = collect(Dispatch.DP_UPDATE, [(rows(2), {"loss": 1.0}), (rows(2), {"loss": 1.0})], 0)
+    assert joined.batch["x"].tolist() == [0, 1, 0, 1] and metrics == {"loss": 1.0}
+    assert not collect(Dispatch.DP_UPDATE, [(DataProto(), {})] * 2, 0)[0]
+
+
 ROLLOUT, PROTO, METRIC = Dispatch.ROLLOUT_COMPUTE_PROTO, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import LENGTHS, plain_log_probs, policy_engine, rows_of
+from support import LENGTHS, plain_log_probs, policy_engine, rows_of, weights_of
 
 from rl_core.cluster.base_worker import sampling_of
 from rl_core.cluster.dispatch import Dispatch
@@ -14,10 +14,11 @@ from rl_core.cluster.reward_model import RewardModelWorker
 from rl_core.cluster.training_workers import ActorRolloutRefWorker, TrainingWorker
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
+from rl_core.training.losses import LOG_PROB_COLUMNS
 from rl_core.training.mesh import RankMesh
 
 TEMPERATURE = 0.7
-PROTO, METRIC = Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC
+PROTO, METRIC, UPDATE = Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC, Dispatch.DP_UPDATE
 OPTIM = OptimConfig(lr=1e-3, grad_clip=1e9)
 
 
@@ -64,11 +65,11 @@ def test_with_adapters_the_reference_is_the_actors_base(tiny_model: Path, rank_m
     worker = actor(tiny_model, rank_mesh, model={"lora": {"rank": 4}}, actor={"kl_loss_coef": 0.1})
     rows = on_policy(worker)
     assert torch.equal(rows.batch["ref_log_prob"], rows.batch["old_log_probs"])
-    metrics = worker.update_actor(rows)
+    _, metrics = worker.update_actor(rows)
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["kl_loss"] == pytest.approx(0, abs=1e-6)
     assert torch.equal(worker.compute_ref_log_prob(rows).batch["ref_log_prob"], rows.batch["ref_log_prob"])
-    assert worker.update_actor(rows)["kl_loss"] > 1e-6
+    assert worker.update_actor(rows)[1]["kl_loss"] > 1e-6
 
 
 def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model: Path, rank_mesh: RankMesh) -> None:
@@ -84,10 +85,30 @@ def test_the_sum_of_squared_probabilities_is_that_of_the_distribution(tiny_model
 def test_the_first_update_is_on_policy(tiny_model: Path, rank_mesh: RankMesh, loss: str) -> None:
     """Training computes the very log-probs that advantages came with: nothing is clipped, and the KL is 0."""
     worker = actor(tiny_model, rank_mesh, actor={"policy_loss": loss, "kl_loss_coef": 0.1, "cov_ratio": 0.1})
-    metrics = worker.update_actor(on_policy(worker))
+    columns, metrics = worker.update_actor(on_policy(worker))
+    assert not columns
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["kl_loss"] == pytest.approx(0, abs=1e-6)
     assert metrics.get("clip_frac", 0.0) == 0 and metrics["grad_norm"] > 0
+
+
+def test_an_update_gives_the_log_probs_of_a_pass_of_its_own(tiny_model: Path, rank_mesh: RankMesh) -> None:
+    """And trains the same weights with them, bit by bit; prompts come twice, and micro-batches are several."""
+    apart, merged = (actor(tiny_model, rank_mesh, actor={"entropy_coef": 0.01}) for _ in range(2))
+    apart.actor.max_tokens = merged.actor.max_tokens = 24
+    rows = on_policy(apart, LENGTHS)
+    rows = rows[torch.arange(len(rows)).repeat_interleave(2)]
+    rows.batch["responses"][1::2] = rows.batch["responses"][1::2].roll(1, 1)
+    columns = apart.compute_log_prob(rows.select(rows.columns - set(LOG_PROB_COLUMNS)))
+    rows = rows.select(rows.columns - set(LOG_PROB_COLUMNS))
+    nothing, wanted = apart.update_actor(rows.union(columns))
+    found, metrics = merged.update_actor(rows)
+    assert not nothing and found.columns == columns.columns == set(LOG_PROB_COLUMNS)
+    for name, column in columns.batch.items():
+        assert torch.equal(found.batch[name], column), name
+    assert metrics == wanted and metrics["grad_norm"] > 0
+    for name, tensor in weights_of(apart.actor).items():
+        assert torch.equal(weights_of(merged.actor)[name], tensor), name
 
 
 def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path, rank_mesh: RankMesh) -> None:
@@ -105,7 +126,7 @@ def test_rollouts_go_over_all_ranks_and_training_over_data_parallel_groups() -> 
     """With sequence parallelism every rank has its own engine, but shares the rows that it trains on."""
     methods = {name: getattr(method, "dispatch_mode", None) for name, method in vars(ActorRolloutRefWorker).items()}
     over_all = [name for name, mode in methods.items() if mode is Dispatch.ROLLOUT_COMPUTE_PROTO]
-    over_groups = [name for name, mode in methods.items() if mode in (PROTO, METRIC)]
+    over_groups = [name for name, mode in methods.items() if mode in (PROTO, METRIC, UPDATE)]
     assert over_all == ["generate_sequences"]
     assert over_groups == ["compute_log_prob", "compute_ref_log_prob", "update_actor", "update_supervised"]
     assert vars(RewardModelWorker)["compute_rm_score"].dispatch_mode is Dispatch.ROLLOUT_COMPUTE_PROTO
@@ -120,7 +141,7 @@ def test_every_sampled_token_moves_the_gradient_and_no_other_does(tiny_model: Pa
     for token in [(0, t) for t in range(4)] + [(1, t) for t in range(3)]:
         rows.batch["advantages"] = torch.zeros(2, 8)
         rows.batch["advantages"][token] = 1.0
-        norm = worker.update_actor(rows)["grad_norm"]
+        norm = worker.update_actor(rows)[1]["grad_norm"]
         assert (norm > 1e-4) == bool(rows.batch["response_mask"][token]), token
 
 
@@ -131,7 +152,7 @@ def test_sequences_of_which_nothing_trains_leave_the_denominators(rank_mesh: Ran
     mask_BR = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0], *[[0.0, 0.0]] * 4])
     seen: list[tuple[float, float]] = []
     rows = DataProto({"response_mask": mask_BR})
-    engine = SimpleNamespace(train_mini_batch=lambda mini, loss: {"skipped_updates": 0.0})
+    engine = SimpleNamespace(train_mini_batch=lambda mini, loss, keep: {"skipped_updates": 0.0})
 
     def loss_of(mini: DataProto, tokens: float, sequences: float) -> tuple[DataProto, None]:
         seen.append((tokens, sequences))

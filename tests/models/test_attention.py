@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_core.models.attention import Layout, packed_attention
 from rl_core.models.load import Packed, PolicyModel, empty_causal_lm
+from rl_core.training.packing import shared_prompts
 
 # Prompt and response of sequences of different lengths, the shortest not at the end.
 SEQUENCES = [([5, 6, 7, 8, 9], [10, 11, 12]), ([40], [41, 2]), ([20, 21, 33], [9, 9, 9, 1, 60, 4, 31, 2])]
@@ -66,6 +67,43 @@ def test_packed_gradients_are_those_of_single_sequences(folder: Path) -> None:
     wanted = dict(model.named_parameters())
     for name, parameter in policy.hf.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# Three responses to a prompt, one of them after another prompt, and a prompt that begins like the first.
+GROUP = [([5, 6, 7, 8], [10, 11]), ([40], [41, 2, 9]), ([5, 6, 7, 8], [30]), ([5, 6], [7, 8]), ([5, 6, 7, 8], [12, 1])]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_shared_prompt_is_computed_once_and_trains_as_often_as_it_occurs(folder: Path, threads: int) -> None:
+    prompts, lengths = [prompt for prompt, _ in GROUP], torch.tensor([len(prompt) for prompt, _ in GROUP])
+    rows_BP = torch.zeros(len(GROUP), 4, dtype=torch.long)
+    for row, prompt in zip(rows_BP, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    shared = shared_prompts(rows_BP, lengths)
+    assert shared is not None and shared.first_B.tolist() == [0, 1, 0, 3, 0]
+    ids = [prompt + response for prompt, response in GROUP]
+    ends, whole = torch.tensor([len(each) for each in ids]).cumsum(0).tolist(), [t for each in ids for t in each]
+    target_N = torch.cat([torch.arange(e - len(r), e) for e, (_, r) in zip(ends, GROUP, strict=True)])
+    torch.set_num_threads(threads)
+    results = []
+    try:
+        for sharing in (None, shared, shared):
+            policy = loaded(PolicyModel(empty_causal_lm(folder)), folder)
+            packed = Packed(torch.tensor(whole), [len(each) for each in ids], torch.device("cpu"), shared=sharing)
+            assert packed.input_ids.shape[1] == (len(whole) if sharing is None else len(whole) - 8)
+            log_prob_N, entropy_N, _ = policy(packed, target_N, 0.7)
+            (log_prob_N * torch.arange(1.0, len(target_N) + 1)).sum().add(entropy_N.sum()).backward()
+            gradients = {name: parameter.grad for name, parameter in policy.hf.named_parameters()}
+            results.append({"log_prob": log_prob_N.detach(), "entropy": entropy_N.detach(), **gradients})
+    finally:
+        torch.set_num_threads(1)
+    for name, wanted in results[0].items():
+        torch.testing.assert_close(results[1][name], wanted, rtol=1e-4, atol=2e-5, msg=name)
+        assert torch.equal(results[1][name], results[2][name]), f"{name} differs from run to run"
+
+
+def test_different_prompts_share_nothing() -> None:
+    assert shared_prompts(torch.tensor([[1, 2], [1, 3], [1, 0]]), torch.tensor([2, 2, 1])) is None
 
 
 def test_a_neighbours_tokens_move_nothing(folder: Path) -> None:

@@ -45,6 +45,15 @@ def test_a_name_stands_under_the_heading_of_its_prefix() -> None:
             assert name.split("/")[0] in prefixes, name
 
 
+def test_the_phases_account_for_the_time_of_a_step(trained: Trained) -> None:
+    for run in trained.configs:
+        for record in trained.records(run):
+            times = {name: value for name, value in record["metrics"].items() if name.startswith("time/")}
+            step = times.pop("time/step")
+            assert 0.97 * step <= sum(times.values()) <= step, (run, record["step"], step, times)
+            assert ("time/record" in times) == (record["step"] > 1) and "time/commit" in times
+
+
 def test_throughput_is_tokens_over_the_time_of_their_phase(trained: Trained) -> None:
     # Without filtering, what is trained is what was generated.
     config, metrics = trained.configs["grpo"], trained.records("grpo")[-1]["metrics"]

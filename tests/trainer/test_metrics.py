@@ -7,7 +7,7 @@ import torch
 
 from rl_core.algorithms.correction import mismatch_metrics
 from rl_core.data.protocol import DataProto
-from rl_core.trainer.metrics import Phases, batch_metrics, spread, value_metrics
+from rl_core.trainer.metrics import Phases, batch_metrics, mismatch, spread, value_metrics
 
 
 def batch(mask_BR: torch.Tensor, scored: list[bool], groups: list[str]) -> DataProto:
@@ -37,7 +37,8 @@ def batch(mask_BR: torch.Tensor, scored: list[bool], groups: list[str]) -> DataP
 def test_a_step_in_numbers() -> None:
     mask_BR = torch.ones(4, 3)
     mask_BR[3] = 0
-    metrics = batch_metrics(batch(mask_BR, [True, True, True, False], ["a", "a", "b", "c"]), False)
+    rows = batch(mask_BR, [True, True, True, False], ["a", "a", "b", "c"])
+    metrics = batch_metrics(rows, False) | mismatch(rows)
     assert metrics["score/mean"] == 1.0 and metrics["score/max"] == 2.0 and metrics["score/min"] == 0.0
     assert metrics["reward/mean"] == 0.25 and metrics["reward/max"] == 1.25 and metrics["reward/min"] == -0.75
     assert metrics["reward/failed_share"] == 0.25 and metrics["reward/unreadable_share"] == 0.5
@@ -61,7 +62,8 @@ def test_the_mismatch_looks_at_the_policys_tokens_only() -> None:
 
 def test_nothing_is_nan_when_no_response_counts() -> None:
     empty_BR = torch.zeros(4, 3)
-    metrics = batch_metrics(batch(empty_BR, [False] * 4, ["a", "b", "c", "d"]), False)
+    rows = batch(empty_BR, [False] * 4, ["a", "b", "c", "d"])
+    metrics = batch_metrics(rows, False) | mismatch(rows)
     metrics |= value_metrics(torch.ones(4, 3), torch.ones(4, 3), empty_BR)
     metrics |= Phases().metrics(0.0)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
@@ -90,5 +92,5 @@ def test_phases_add_up_to_the_step() -> None:
             time.sleep(seconds)
     metrics = phase.metrics(100.0)
     assert metrics["time/a"] >= 0.04 and metrics["time/b"] >= 0.01
-    assert metrics["time/step"] == pytest.approx(metrics["time/a"] + metrics["time/b"])
+    assert metrics["time/step"] == pytest.approx(metrics["time/a"] + metrics["time/b"], rel=0.03)
     assert metrics["perf/tokens_per_s"] == pytest.approx(100 / metrics["time/step"])

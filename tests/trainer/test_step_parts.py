@@ -2,7 +2,8 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,16 +17,17 @@ from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.protocol import DataProto
 from rl_core.data.rows import make_row
-from rl_core.errors import InputError, TransientError
+from rl_core.errors import InputError, TrainingError, TransientError
 from rl_core.models.tiny import build_tokenizer
 from rl_core.rewards.worker import RewardResult, failure, unreadable
 from rl_core.rollout.scoring import score_columns
 from rl_core.rollout.trajectory import Trajectory, to_batch
 from rl_core.trainer import batch as batches
 from rl_core.trainer.advantage import apply_kl, apply_rollout_correction
-from rl_core.trainer.batch import balanced_order, policy_filter
+from rl_core.trainer.batch import balanced_order, log_probs_with_update, policy_filter, training_rows
 from rl_core.trainer.reward_columns import assign_scores
 from rl_core.trainer.rollout_file import rollout_parquet
+from rl_core.trainer.trainer import PPOTrainer
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -298,3 +300,53 @@ def test_the_steps_trajectories_are_written_without_padding(tmp_path: Path) -> N
     assert {row["data_source"] for row in rows} == {"sort_digits"}
     assert [row["score_status"] for row in rows] == ["ok"] * 11 + ["timeout"]
     assert [row["row"] for row in rows] == list(np.repeat([3, 1, 8, 4], 3))
+
+
+@pytest.mark.parametrize(
+    ("sections", "merged"),
+    [
+        ({}, True),
+        ({"algorithm": {"estimator": "gae"}}, True),
+        ({"actor": {"policy_loss": "cispo", "entropy_coef": 0.1}}, True),
+        ({"actor": {"ppo_epochs": 2}}, False),
+        ({"actor": {"mini_batch_size": 2}}, False),
+        ({"actor": {"mini_batch_size": 4}}, True),
+        ({"actor": {"policy_loss": "kl_cov"}}, False),
+        ({"actor": {"kl_loss_coef": 0.1}}, False),
+        ({"algorithm": {"kl_in_reward_coef": 0.1}}, False),
+        ({"algorithm": {"estimator": "optimal_token_baseline"}}, False),
+        ({"algorithm": {"pf_ppo": "pow"}}, False),
+        ({"correction": {"weights": "token"}}, False),
+        ({"correction": {"reject": "token"}}, False),
+    ],
+)
+def test_log_probs_come_with_the_update_if_nothing_reads_them_before(sections: dict[str, Any], merged: bool) -> None:
+    assert log_probs_with_update(config(**sections)) is merged
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_log_probs_of_an_update_reach_the_rows_that_they_belong_to(fails: bool) -> None:
+    """With two ranks the workers see the rows in another order; a failed update gives them too, for its replay."""
+    run = config(trainer={"ranks_per_node": 2}, data={"train_batch_size": 4, "max_response_length": 8})
+    batch = rolled_out(run)
+    rows = training_rows(batch, run, 1)
+    wanted_BR = batch.batch["responses"] / 7
+    assert not torch.equal(rows.batch["responses"], batch.batch["responses"])
+
+    def log_probs(data: DataProto) -> DataProto:
+        return DataProto({"old_log_probs": data.batch["responses"] / 7})
+
+    def update(data: DataProto) -> tuple[DataProto, dict[str, float]]:
+        if fails:
+            raise TrainingError("not finite")
+        return log_probs(data), {"loss": 0.5}
+
+    trainer = PPOTrainer.__new__(PPOTrainer)
+    actor = SimpleNamespace(update_actor=update, compute_log_prob=log_probs)
+    trainer.config, trainer.roles = run, cast(Any, SimpleNamespace(actor=actor))
+    if fails:
+        with pytest.raises(TrainingError):
+            trainer._update(batch, rows)
+    else:
+        assert trainer._update(batch, rows) == {"actor/loss": 0.5}
+    assert torch.equal(batch.batch["old_log_probs"], wanted_BR)
