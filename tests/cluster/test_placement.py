@@ -193,7 +193,7 @@ def test_a_new_attempt_ends_what_another_driver_of_the_run_left(
         group = RayWorkerGroup(placement, worker_class("Sleeper"), (), {}, 0.5, 300)  # the same names again
         group.meet()
         if not killed:
-            assert driver.wait(30) != 0, "the old driver does not notice that it has been replaced"
+            assert driver.wait(120) != 0, "the old driver does not notice that it has been replaced"
 
 
 def test_a_name_that_a_killed_actor_still_holds_is_waited_for(
