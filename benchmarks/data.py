@@ -56,7 +56,7 @@ def _texts(before: str, index: pa.StringArray, after: str) -> pa.StringArray:
     return pc.binary_join_element_wise(before, index, after, "")
 
 
-def draw(url: str) -> dict[str, float]:
+def draw(url: str, batches: int) -> dict[str, float]:
     """Draws the batches in this process; returns `peak_mb` (above the memory at the start) and `ms` per batch."""
     store, tokenizer = Store(url), build_tokenizer()
     manifest = store.read_manifest(run_files.DATA)
@@ -64,16 +64,16 @@ def draw(url: str) -> dict[str, float]:
     before, start = _memory("VmRSS"), time.perf_counter()
     rows = RLHFDataset.load(store, "train", tokenizer)
     loader = StatefulLoader(rows.sizes, BATCH, 0, manifest["meta"]["data_hash"])
-    for _ in range(BATCHES):
+    for _ in range(batches):
         indices = loader.next()
         assert [rows[i]["extra_info"]["index"] for i in indices] == indices
-    return {"peak_mb": _memory("VmHWM") - before, "ms": 1000 * (time.perf_counter() - start) / BATCHES}
+    return {"peak_mb": _memory("VmHWM") - before, "ms": 1000 * (time.perf_counter() - start) / batches}
 
 
-def measure(url: str) -> dict[str, float]:
+def measure(url: str, batches: int = BATCHES) -> dict[str, float]:
     """Runs `draw` in a new process and returns its result."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.data", "--draw", url],
+        [sys.executable, "-m", "benchmarks.data", "--draw", url, str(batches)],
         cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     found: dict[str, float] = json.loads(done.stdout)
@@ -102,6 +102,6 @@ def main(rows: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--draw"]:
-        print(json.dumps(draw(sys.argv[2])))
+        print(json.dumps(draw(sys.argv[2], int(sys.argv[3]))))
     else:
         main(*map(int, sys.argv[1:2] or (10_000,)))

@@ -35,9 +35,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONP
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|changed_data|variants)\.py)")
+ALONE = re.compile(r"^tests/(faults/|flows/test_(operations|retrain|variants)\.py)")
 TOGETHER = re.compile(r"^tests/rollout/")
-FIRST = re.compile(r"tests/(flows|faults|learning)/")
+# What takes longest, in this order; each of the others takes under two minutes.
+LONGEST = [
+    re.compile(f"^tests/{path}")
+    for path in (
+        "flows/(?!cli/|test_(operations|retrain|variants))", "learning/", "flows/test_operations",
+        "flows/test_variants", "cluster/", "faults/test_matrix", "trainer/", "faults/test_trackers",
+        "faults/test_secrets", "training/", "faults/test_hangs", "rewards/", "tasks/", "evaluation/", "runtime/",
+        "data/", "flows/", "examples/", "faults/", "rollout/",
+    )
+]  # fmt: skip
 # The tests of `make quick`, which need no Ray, no vLLM and no servers.
 QUICK = re.compile(
     r"^tests/((algorithms|config|data(?!/test_memory)|models|reports|storage)/\w+|test_(console|contributing|house)"
@@ -68,10 +77,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if only_quick(config) and path.endswith(".py") and not QUICK.match(path) else None
 
 
+def place_in_queue(nodeid: str) -> int:
+    return next((place for place, path in enumerate(LONGEST) if path.search(nodeid)), len(LONGEST))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that all processes end together."""
-    items.sort(key=lambda item: not FIRST.search(item.nodeid))
+    """What takes longest comes first and the short ones last, so that all processes end together."""
+    items.sort(key=lambda item: place_in_queue(item.nodeid))
     for item in filter(is_quick, items):
         item.add_marker("quick")
 

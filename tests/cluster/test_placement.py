@@ -79,16 +79,16 @@ def test_ranks_follow_the_machines_not_the_order_in_which_ray_deals_bundles(
     if backwards:
         order.reverse()
         monkeypatch.setattr(placing, "machines", lambda: machines()[::-1])
-    (placement,) = reserve([ResourcePool(3, 2, False)], run, 30)
-    group = RayWorkerGroup(placement, worker_class("Judge"), (), {}, 0.1, 60)
+    (placement,) = reserve([ResourcePool(3, 2, False)], run, 300)
+    group = RayWorkerGroup(placement, worker_class("Judge"), (), {}, 0.1, 300)
     group.meet()
     assert [node for node, _ in group.place()] == [node for node in order for _ in range(2)]
 
 
 def test_ranks_of_one_group_get_a_device_each(cluster: Cluster, run: str) -> None:
     assert shares(1) == [1.0] and sum(shares(2)) == sum(shares(3)) == pytest.approx(1)
-    (placement,) = reserve([ResourcePool(1, GPUS, True)], run, 30)
-    groups = [RayWorkerGroup(placement, worker_class(f"W{i}"), (), {}, part, 60) for i, part in enumerate(shares(3))]
+    (placement,) = reserve([ResourcePool(1, GPUS, True)], run, 300)
+    groups = [RayWorkerGroup(placement, worker_class(f"W{i}"), (), {}, part, 300) for i, part in enumerate(shares(3))]
     for group in groups:
         group.meet()
         devices = [device for _, device in group.place()]
@@ -130,7 +130,7 @@ def test_a_small_pool_leaves_the_roomy_machine_to_the_next_one(cluster: Cluster)
 
 
 def test_places_that_another_run_holds_are_named_with_the_run(cluster: Cluster, run: str) -> None:
-    reserve([ResourcePool(3, 2, True)], run, 30)
+    reserve([ResourcePool(3, 2, True)], run, 300)
     with pytest.raises(TransientError) as raised:
         preflight([ResourcePool(1, 2, True)], patience=1.0)
     told = str(raised.value)
@@ -162,7 +162,7 @@ class Sleeper:
         time.sleep(seconds)
 
 with ray_session(Path({home!r}), 1, False):
-    (placement,) = reserve([ResourcePool(3, 1, True)], {run!r}, 30)
+    (placement,) = reserve([ResourcePool(3, 1, True)], {run!r}, 300)
     group = RayWorkerGroup(placement, Sleeper, (), {{}}, 0.5, 600)
     group.meet()
     print(*group.pid(), flush=True)
@@ -192,32 +192,32 @@ def test_a_new_attempt_ends_what_another_driver_of_the_run_left(
         assert time.monotonic() - start < 60
         _, left = psutil.wait_procs(old, timeout=5)
         assert not left, "workers of two attempts live at once"
-        group = RayWorkerGroup(placement, worker_class("Sleeper"), (), {}, 0.5, 60)  # the same names again
+        group = RayWorkerGroup(placement, worker_class("Sleeper"), (), {}, 0.5, 300)  # the same names again
         group.meet()
         if not killed:
-            assert driver.wait(30) != 0, "the old driver does not notice that it has been replaced"
+            assert driver.wait(120) != 0, "the old driver does not notice that it has been replaced"
 
 
 def test_a_name_that_a_killed_actor_still_holds_is_waited_for(
     cluster: Cluster, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
+    (placement,) = reserve([ResourcePool(1, 2, False)], run, 300)
     holder = ray.remote(Host).options(name="Waiting-1", namespace=placement.namespace, num_cpus=0).remote({})
     with monkeypatch.context() as patch:
         patch.setattr(worker_group, "NAME_PATIENCE", 0.3)
         with pytest.raises(TransientError, match=r"another attempt of this run is starting.*Waiting-1"):
-            RayWorkerGroup(placement, worker_class("Waiting"), (), {}, 0.1, 60)
+            RayWorkerGroup(placement, worker_class("Waiting"), (), {}, 0.1, 300)
     release = Timer(1.0, ray.kill, (holder,))
     release.start()
-    group = RayWorkerGroup(placement, worker_class("Waiting"), (), {}, 0.1, 60)
+    group = RayWorkerGroup(placement, worker_class("Waiting"), (), {}, 0.1, 300)
     group.meet()
     assert len(group.place()) == 2
     release.join()
 
 
 def test_a_run_of_another_name_is_left_alone(cluster: Cluster, run: str) -> None:
-    (placement,) = reserve([ResourcePool(1, 2, False)], f"{run}-2", 30)
-    group = RayWorkerGroup(placement, worker_class("Neighbour"), (), {}, 0.5, 60)
+    (placement,) = reserve([ResourcePool(1, 2, False)], f"{run}-2", 300)
+    group = RayWorkerGroup(placement, worker_class("Neighbour"), (), {}, 0.5, 300)
     group.meet()
     end_attempts(run)
     assert len(group.place()) == 2

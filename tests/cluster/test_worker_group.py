@@ -143,7 +143,7 @@ def ray_here() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def placement(ray_here: None) -> Iterator[Placement]:
-    (placement,) = reserve([ResourcePool(1, 2, False)], RUN, 30)
+    (placement,) = reserve([ResourcePool(1, 2, False)], RUN, 300)
     yield placement
     end_attempts(RUN)
 
@@ -157,7 +157,7 @@ def make_group(
 ) -> RayWorkerGroup:
     env = {"EXTRA": "kept", "OMP_NUM_THREADS": "1"}
     made = waiting_class() if host is AsyncHost else worker_class()
-    group = RayWorkerGroup(placement, made, (name,), env, 0.01, 60, layout, slots=slots, host=host)
+    group = RayWorkerGroup(placement, made, (name,), env, 0.01, 300, layout, slots=slots, host=host)
     group.meet()
     return group
 
@@ -175,7 +175,7 @@ def failing_group(placement: Placement) -> RayWorkerGroup:
 @pytest.fixture
 def group(shared_group: RayWorkerGroup) -> Iterator[RayWorkerGroup]:
     yield shared_group
-    shared_group.deadline = 60
+    shared_group.deadline = 300
 
 
 def test_ranks_know_their_place_and_have_met(group: RayWorkerGroup) -> None:
@@ -318,7 +318,7 @@ def test_what_goes_wrong_in_a_constructor_is_told_as_it_is(
     start = time.monotonic()
     with pytest.raises(expected, match=text):
         make_group(placement, name)
-    assert time.monotonic() - start < 50, "the error waited for the deadline"
+    assert time.monotonic() - start < 200, "the error waited for the deadline"
 
 
 @pytest.mark.parametrize(
@@ -371,20 +371,20 @@ def test_a_real_collective_that_another_rank_leaves(
 ) -> None:
     """Gloo itself: the first rank hangs in it, or fails in words of its own, because of the second one."""
     run = f"s3://bucket/runs/{second}"
-    (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
+    (placement,) = reserve([ResourcePool(1, 2, False)], run, 300)
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    group = RayWorkerGroup(placement, joining_class(), (RunConfig(),), env, 0.5, 120)
+    group = RayWorkerGroup(placement, joining_class(), (RunConfig(),), env, 0.5, 300)
     group.meet()
     start = time.monotonic()
     with pytest.raises(expected, match=text):
         group.gather(second)
-    assert time.monotonic() - start < calls.GRACE + 60
+    assert time.monotonic() - start < calls.GRACE + 120
     end_attempts(run)
 
 
 def test_nothing_is_left_when_the_run_is_closed(ray_here: None) -> None:
     run = "s3://bucket/runs/closed"
-    (placement,) = reserve([ResourcePool(1, 2, False)], run, 30)
+    (placement,) = reserve([ResourcePool(1, 2, False)], run, 300)
     processes = [psutil.Process(pid) for pid in make_group(placement).pid()]
     assert all("Worker" in process.name() or "Worker" in " ".join(process.cmdline()) for process in processes)
     end_attempts(run)

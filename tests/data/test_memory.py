@@ -9,5 +9,5 @@ def test_drawing_prompts_from_many_rows_takes_no_more_memory_than_from_few(tmp_p
     for rows in (20_000, 400_000):
         folder = tmp_path / str(rows)
         data.write_rows(Store(str(folder)), rows)
-        peaks.append(data.measure(str(folder))["peak_mb"])
+        peaks.append(data.measure(str(folder), batches=40)["peak_mb"])  # of rows from nearly all parts of the files
     assert abs(peaks[1] - peaks[0]) < 40, peaks

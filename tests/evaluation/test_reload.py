@@ -33,22 +33,21 @@ def question(tiny_model: Path) -> Question:
 
 
 def test_what_differs_is_measured_in_nats(question: Question, tiny_model: Path) -> None:
-    right = reload_test(question, ENV, 300)
-    assert right["log_prob_difference"] < 1e-4 and right["greedy_gap"] < 1e-4, right
     wrong = (question.turns[0]["response_ids"][0] + 1) % 64
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         log_probs_V = model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
     shifted = [*question.canary_log_probs[:-1], question.canary_log_probs[-1] + 0.5]
     turns = [{"prompt_ids": PROMPT, "response_ids": [wrong]}]
-    found = reload_test(replace(question, canary_log_probs=shifted, turns=turns), ENV, 300)
-    assert found["log_prob_difference"] == pytest.approx(0.5, abs=1e-3)
-    assert found["greedy_gap"] == pytest.approx(float(log_probs_V.max() - log_probs_V[wrong]), abs=1e-3)
+    found = reload_test(replace(question, canary_log_probs=shifted, turns=turns), ENV, 900)
+    # That all is right gives no difference is among the checks of the demo's gate.
+    assert found["log_prob_difference"] == pytest.approx(0.5, abs=1e-4)
+    assert found["greedy_gap"] == pytest.approx(float(log_probs_V.max() - log_probs_V[wrong]), abs=1e-4)
 
 
 def test_a_folder_that_cannot_be_loaded_is_a_problem_in_words(question: Question, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert "exit code 1" in reload_test(replace(question, folder=str(tmp_path)), ENV, 300)["problem"]
+    assert "exit code 1" in reload_test(replace(question, folder=str(tmp_path)), ENV, 900)["problem"]
     assert reload_test(question, ENV, 0.01) == {"problem": "no answer within 0.01 s"}
 
 
@@ -65,5 +64,5 @@ def test_a_process_that_is_killed_says_nothing_about_the_folder(question: Questi
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.raises(TransientError, match="was killed"):
-        reload_test(question, ENV, 300)
+        reload_test(question, ENV, 900)
     thread.join()

@@ -97,7 +97,7 @@ def engine_class() -> type:
 @pytest.fixture(scope="module")
 def placement() -> Iterator[Placement]:
     with ray_session(HOME, 2, False):
-        (placement,) = reserve([ResourcePool(1, 2, False)], RUN, 30)
+        (placement,) = reserve([ResourcePool(1, 2, False)], RUN, 300)
         yield placement
         end_attempts(RUN)
 
@@ -107,7 +107,7 @@ def made(placement: Placement, worker: type, ranks: int = 2, host: type[Host] = 
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     args = (RunConfig(),) if host is Host else ()
     group = RayWorkerGroup(
-        placement, worker, args, env, 0.1, 60, slots=range(ranks), name=f"{worker.__name__}{next(numbers)}", host=host
+        placement, worker, args, env, 0.1, 300, slots=range(ranks), name=f"{worker.__name__}{next(numbers)}", host=host
     )
     if host is Host:
         group.meet()

@@ -60,14 +60,27 @@ def test_an_algorithm_and_a_scorer_of_ones_own_are_found_in_the_working_director
     assert again.code == 0 and "no\n" not in again.output, again.output
 
 
-def test_gsm8k_files_of_ones_own(home: Path, tmp_path: Path) -> None:
-    for split, rows in (("train", PROBLEMS[:24]), ("test", PROBLEMS[24:])):
+def test_gsm8k_files_of_ones_own_stop_a_resumed_run_when_they_change_unless_it_keeps_its_data(
+    home: Path, tmp_path: Path
+) -> None:
+    def write(split: str, rows: list[dict[str, str]]) -> None:
         (tmp_path / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    settings = [f"data.path={tmp_path}", "model.path=tiny", "model.dtype=float32"]
-    done = rollforward(home, "run", "gsm8k", "--run", "gsm8k", *TWO_STEPS, *settings, "data.max_response_length=16")
+
+    write("train", PROBLEMS[:24])
+    write("test", PROBLEMS[24:])
+    settings = [f"data.path={tmp_path}", "model.path=tiny", "model.dtype=float32", "data.max_response_length=16"]
+    command = ["run", "gsm8k", "--run", "gsm8k", *TWO_STEPS, *settings]
+    done = rollforward(home, *command)
     assert done.code == 0, done.output
     assert "24 training rows, 16 held out" in done.output
     assert "champion" in done.output
+    write("train", PROBLEMS[:20])
+    refused = rollforward(home, *command)
+    assert refused.code == 2 and "train.jsonl: " in refused.output and "--keep-data" in refused.output
+    kept = rollforward(home, *command, "--keep-data")
+    assert kept.code == 0, kept.output
+    alone = rollforward(home, "run", "gsm8k", "--keep-data")
+    assert alone.code == 2 and "--run NAME" in alone.output
 
 
 def test_an_object_store_and_an_mlflow_server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
