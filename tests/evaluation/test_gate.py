@@ -64,6 +64,24 @@ def test_few_rows_that_differ_are_no_proof() -> None:
     assert failed(decide(evaluation(three), evaluation([0.0] * 100), {}, GateConfig())) == ["chance"]
 
 
+def test_a_gain_is_judged_at_the_one_sided_level() -> None:
+    """40 rows won and 25 lost of 1,000: p = 0.041 and a lower bound above 0 at 5 %, but not at 2.5 %."""
+    ours, theirs = [1.0] * 40 + [0.0] * 25 + [1.0] * 935, [0.0] * 40 + [1.0] * 25 + [1.0] * 935
+    assert decide(evaluation(ours), evaluation(theirs), {}, GateConfig()).promote
+    assert failed(decide(evaluation(ours), evaluation(theirs), {}, GateConfig(alpha=0.025))) == ["better", "chance"]
+
+
+def test_guards_are_judged_at_the_one_sided_level() -> None:
+    """39 of 1,000 answers are cut off: the drop is within 0.05 at 5 %, but not shown to be at 2.5 %."""
+    ours = evaluation([1.0] * 1000, ended=[False] * 39 + [True] * 961)
+    theirs = evaluation([0.0] * 1000)
+    assert decide(ours, theirs, {}, GateConfig()).promote
+    assert failed(decide(ours, theirs, {}, GateConfig(alpha=0.025))) == ["format"]
+    assert failed(decide(evaluation([1.0] * 1000, ended=[False] * 42 + [True] * 958), theirs, {}, GateConfig())) == [
+        "format"
+    ]
+
+
 def test_the_gain_must_be_above_the_minimum_effect() -> None:
     assert failed(decide(evaluation(GOOD), evaluation(BAD), {}, GateConfig(min_effect=0.15))) == ["better"]
     assert decide(evaluation(GOOD), evaluation(BAD), {}, GateConfig(min_effect=0.1)).promote
