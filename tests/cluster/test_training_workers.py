@@ -105,7 +105,8 @@ def test_the_kl_loss_is_that_to_the_reference_in_value_and_gradient(
     tiny_model: Path, rank_mesh: RankMesh, kind: str
 ) -> None:
     """Its gradient is that of the plain loss −A · log π with the advantages −coefficient · dKL/d(log-prob)."""
-    plain, coefficient = {"policy_loss": "gpg"}, 0.5
+    plain: dict[str, object] = {"policy_loss": "gpg"}
+    coefficient = 0.5
     worker = actor(tiny_model, rank_mesh, actor={**plain, "kl_loss_coef": coefficient, "kl_loss_type": kind})
     rows = on_policy(worker)
     mask_BR = rows.batch["response_mask"]
