@@ -16,7 +16,7 @@ test: check
 	$(BIN)/python -m pytest -n 3 --durations=25
 	$(BIN)/python tests/mutation/run.py
 
-# Plants ten bugs into a copy of the library, one at a time; the tests must catch each.
+# Plants twenty bugs into a copy of the library, one at a time; the tests must catch each.
 mutation: .venv/installed
 	$(BIN)/python tests/mutation/run.py
 

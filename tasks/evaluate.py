@@ -6,13 +6,14 @@ from rl_core.console import clean
 from rl_core.data.dataset import RLHFDataset
 from rl_core.errors import InputError, TrainingError
 from rl_core.evaluation import evaluate as evaluation
+from rl_core.evaluation.no_progress import score_warnings, training_warnings
 from rl_core.models.load import load_tokenizer
 from rl_core.reports.model_card import folder_hash, weights_hash
 from rl_core.storage import run_files
 from rl_core.storage.manifest import Json
 from tasks.export import export
 from tasks.registry.registry import CHAMPION
-from tasks.runs.run import runs_root
+from tasks.runs.run import committed_records, runs_root
 from tasks.session.session import Session
 from tasks.stage import stage
 
@@ -28,7 +29,16 @@ def evaluate(session: Session, step: int) -> dict[str, float]:
 
         weights = weights_hash(export(session, step)) if step else folder_hash(session.assets.fetch_policy_model())
         session.store.write_json(run_files.evaluation(step), _cached(session, weights, score))
-    return _report(session, session.store.read_json(run_files.evaluation(step)))
+    found = session.store.read_json(run_files.evaluation(step))
+    if step:
+        for text in _no_progress(session, found):
+            session.telemetry.warn_once(text)
+    return _report(session, found)
+
+
+def _no_progress(session: Session, after: Json) -> list[str]:
+    steps = [record["metrics"] for record in committed_records(session.store)]
+    return training_warnings(steps) + score_warnings(session.store.read_json(run_files.evaluation(0)), after)
 
 
 @stage("evaluate champion", "baseline for version {0}")

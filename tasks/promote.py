@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.cluster.resources import worker_env
 from rl_core.console import clean
+from rl_core.evaluation.constant import constant_score
 from rl_core.evaluation.gate import Decision, decide
 from rl_core.evaluation.reload import Question, reload_test
 from rl_core.storage import run_files
@@ -81,12 +82,15 @@ def _promote(session: Session, version: str, step: int) -> None:
         )
         return
     champion = champion_result(session, version)
+    first = champion is None and gate.min_score is None
+    constant = constant_score(session.config, session.assets.val_rows.rows) if first else None
     decision = decide(
         session.store.read_json(run_files.evaluation(step)),
         champion,
         last_metrics(last_records(session.store, GUARD_STEPS)),
         gate,
         _reload_result(session, version),
+        constant,
     )
     for line in decision.words:
         session.console.note(clean(line))  # a line may contain the name of a data source
@@ -107,9 +111,9 @@ def last_metrics(records: list[dict[str, Any]]) -> dict[str, float]:
 def _verdict(decision: Decision, approval: bool) -> str:
     if decision.mode == "dry_run":
         return WOULD_PROMOTE if decision.promote else WOULD_REFUSE
-    if not decision.promote:
-        return REFUSED
-    return WAITING if approval else PROMOTED
+    if decision.promote:
+        return WAITING if approval else PROMOTED
+    return WAITING if decision.awaits_approval else REFUSED
 
 
 def _verdict_text(verdict: str, version: str) -> str:

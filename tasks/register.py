@@ -45,7 +45,8 @@ def register(session: Session, step: int, data_hash: str, before: dict[str, floa
     text, first_run = f"{session.registry.name} version {version}", session.registry.get(version).run
     if first_run != session.run.name:
         session.registry.set_tags(version, {ALSO_PREFIX + session.run.name: str(step)})
-        text += f", already registered by run {first_run} with identical weights"
+        same = f"the weights are those of {session.registry.name} version {version}, registered by run {first_run}"
+        session.telemetry.warn_once(f"{same}: this run makes no new version")
     session.console.note(text)
     return version
 

@@ -51,9 +51,9 @@ LONGEST = [
 QUICK = re.compile(
     r"^tests/((algorithms|config|data(?!/test_memory)|models|reports|storage)/\w+|test_(console|contributing|house)"
     r"|evaluation/test_(evaluate|gate|statistics)|rewards/test_(reward_model|scorers)"
-    r"|trainer/test_(checkpoints|metric_names|metrics|sampler|step_parts|warm_start)"
+    r"|trainer/test_(checkpoints|metric_names|metrics|sampler|start|step_parts|warm_start)"
     r"|training/test_(checkpoint|engine|lora|losses|optimizer|packing|shards)"
-    r"|rollout/(test_tools|agent/test_(agent_loop|chat|parsers)|weights/test_transfer)"
+    r"|rollout/(test_tools|agent/test_(agent_loop|chat|parsers)|weights/test_(canary|transfer))"
     r"|cluster/test_(dispatch|stall|training_workers)|tasks/runs/test_signals)\.py"
 )
 SERVED = {"s3_endpoint", "trained"}  # fixtures behind which there are servers or workers

@@ -33,8 +33,9 @@ class GateConfig(Section):
     """Significance level: maximum share of promotions among versions that are no better than the champion."""
     min_effect: float = Field(0.0, ge=0, le=MAX_VALUE)
     """Minimum gain in score: the lower bound of the difference's confidence interval must exceed it."""
-    min_score: float = Field(0.0, ge=-MAX_VALUE, le=MAX_VALUE)
-    """Minimum score of a champion; the only score check for the first version, which has no champion to beat."""
+    min_score: float | None = Field(None, ge=-MAX_VALUE, le=MAX_VALUE)
+    """Minimum score of a champion. Unset: none for a version that beats a champion; the first version must exceed the
+    best constant answer, or waits for approval."""
     max_length_ratio: float | None = Field(2.0, gt=1, le=MAX_VALUE)
     """Maximum ratio of mean greedy-answer length (tokens) to the champion's; null disables the check."""
     max_format_drop: float | None = Field(0.05, gt=0, le=1)

@@ -16,6 +16,8 @@ from rl_core.evaluation.statistics import chance, paired_bootstrap
 Result = Mapping[str, Any]
 """An evaluation (rl_core/evaluation/evaluate.py), or `{"problem": message}` if it failed."""
 
+CONSTANT = "constant"
+"""Name of the check of a first version without `gate.min_score`."""
 SEED = 0
 """Seed of the resampling, fixed so that the same results give the same decision."""
 
@@ -46,6 +48,11 @@ class Decision:
         return asdict(self) | {"checks": [asdict(check) for check in self.checks]}
 
     @property
+    def awaits_approval(self) -> bool:
+        """Whether only the comparison of a first version with a constant answer failed, which a user may judge."""
+        return [check.name for check in self.checks if not check.passed] == [CONSTANT]
+
+    @property
     def words(self) -> list[str]:
         """One line per check, marked ✓ (passed) or ✗ (failed)."""
         return [f"{'✓' if check.passed else '✗'} {check.name}: {check.words}" for check in self.checks]
@@ -57,17 +64,24 @@ def decide(
     training: Mapping[str, float],
     config: GateConfig,
     reload: Result | None = None,
+    constant: float | None = None,
 ) -> Decision:
     """Compares two evaluations; raises InputError if their rows or settings differ.
 
     Args:
-        champion: None if there is none yet; then the minimum score, the training guards and the reload test decide.
+        champion: None if there is none yet; then the minimum score, or without one the score of a constant answer, the
+            training guards and the reload test decide.
         training: mean of each training metric over the last steps.
         reload: result of `rl_core.evaluation.reload` plus the `tolerance`; None if the reload test did not run.
+        constant: score of the best constant answer; None if unknown. Used only without champion and minimum score.
     """
     if config.mode == "off":
         return Decision(False, "off", ())
-    checks = [_floor(candidate, config)]
+    checks = []
+    if config.min_score is not None:
+        checks.append(_floor(candidate, config.metric, config.min_score))
+    elif champion is None:
+        checks.append(_not_constant(candidate, config.metric, constant))
     if champion is not None and "problem" in champion:
         text = f"could not be evaluated: {champion['problem']}"
         checks.append(Check("champion", False, None, None, None, None, text))
@@ -96,11 +110,19 @@ def _check_same(candidate: Result, champion: Result) -> None:
             )
 
 
-def _floor(candidate: Result, config: GateConfig) -> Check:
-    score, limit = float(candidate[config.metric]), config.min_score
-    low, high = candidate["intervals"][config.metric]
-    text = f"{config.metric} score {score:.3f} (minimum {limit:.3f})"
+def _floor(candidate: Result, metric: str, limit: float) -> Check:
+    score, (low, high) = float(candidate[metric]), candidate["intervals"][metric]
+    text = f"{metric} score {score:.3f} (minimum {limit:.3f})"
     return Check("floor", score >= limit, score, low, high, limit, text)
+
+
+def _not_constant(candidate: Result, metric: str, constant: float | None) -> Check:
+    score, (low, high) = float(candidate[metric]), candidate["intervals"][metric]
+    if constant is None:
+        text = f"{metric} score {score:.3f}; that of a constant answer is unknown, so gate.min_score is required"
+        return Check(CONSTANT, False, score, low, high, None, text)
+    text = f"{metric} score {score:.3f}, which must exceed that of the best constant answer (limit {constant:.3f})"
+    return Check(CONSTANT, score > constant, score, low, high, constant, text)
 
 
 def _better(candidate: Result, champion: Result, config: GateConfig) -> list[Check]:

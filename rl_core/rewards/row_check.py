@@ -80,16 +80,21 @@ class RowCheck:
 
     async def _trial(self, name: str, row: Row) -> RewardResult:
         response = truth_of(row)
-        trajectory: dict[str, Any] = {
-            "messages": [{"role": "assistant", "content": response}],
-            "turns": 1,
-            "calls": [],
-            "stop_reason": "stop",
-            "reward": 0.0,
-            "response_tokens": len(response),
-        }
+        trajectory = plain_trajectory(response)
         async with RewardRunner(self.config.model_copy(update={"processes": 1})) as runner:
             return await runner.score_by(name, response, row, trajectory if wants_trajectory(name) else None)
+
+
+def plain_trajectory(response: str) -> dict[str, Any]:
+    """The trajectory of a response of a single turn without calls, for scorers that take one."""
+    return {
+        "messages": [{"role": "assistant", "content": response}],
+        "turns": 1,
+        "calls": [],
+        "stop_reason": "stop",
+        "reward": 0.0,
+        "response_tokens": len(response),
+    }
 
 
 def try_first_rows(config: RewardConfig, data: DataConfig, seed: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.console import Console, duration
 from rl_core.errors import TransientError
+from rl_core.evaluation.no_progress import FLAT_STEPS, flat_warning, is_flat
 from rl_core.storage import run_files
 from rl_core.storage.status import State, StatusWriter
 from rl_core.trainer.observer import RunObserver
@@ -29,6 +30,7 @@ class RunTelemetry(RunObserver):
         self.status = StatusWriter(self.store, self.config.trainer.steps, committed_step(self.store))
         self.stopping = GracefulStop(self.config.trainer.grace_s, self.console.note)
         self._seconds: list[float] = []
+        self._flat_steps = 0
         for key, (before, now) in run.changed_layout.items():
             self.console.note(
                 f"{key} changed from {before} to {now} since the run started: results equal within rounding"
@@ -61,6 +63,9 @@ class RunTelemetry(RunObserver):
         mean = sum(self._seconds) / len(self._seconds)
         self.stopping.step_began(mean)
         self.status.update(step=step, phase="", seconds_per_step=mean, reward=metrics.get("reward/mean"))
+        self._flat_steps = self._flat_steps + 1 if is_flat(metrics) else 0
+        if self._flat_steps == FLAT_STEPS:
+            self.warn_once(flat_warning(FLAT_STEPS, metrics))
         left = self.status.status.seconds_left
         self.console.step(step, total, metrics, left)
         self.pages.progress(step, total, f"step {step} of {total}, {duration(left)} left")

@@ -1,5 +1,6 @@
 """The actor's role on one rank, without a rollout engine: what it computes and what it trains on are one policy."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import LENGTHS, plain_log_probs, policy_engine, rows_of, weights_of
+from torch import Tensor
 
 from rl_core.cluster.base_worker import sampling_of
 from rl_core.cluster.dispatch import Dispatch
@@ -109,6 +111,40 @@ def test_an_update_gives_the_log_probs_of_a_pass_of_its_own(tiny_model: Path, ra
     assert metrics == wanted and metrics["grad_norm"] > 0
     for name, tensor in weights_of(apart.actor).items():
         assert torch.equal(weights_of(merged.actor)[name], tensor), name
+
+
+# Value of the estimate of KL(policy ‖ reference) and its derivative, by x = log-prob − log-prob of the reference.
+KL: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "k1": (lambda x: x, torch.ones_like),
+    "k2": (lambda x: x**2 / 2, lambda x: x),
+    "k3": (lambda x: (-x).exp() - 1 + x, lambda x: 1 - (-x).exp()),
+}
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_the_kl_loss_is_that_to_the_reference_in_value_and_gradient(
+    tiny_model: Path, rank_mesh: RankMesh, kind: str
+) -> None:
+    """Its gradient is that of the plain loss −A · log π with the advantages −coefficient · dKL/d(log-prob)."""
+    plain: dict[str, object] = {"policy_loss": "gpg"}
+    coefficient = 0.5
+    worker = actor(tiny_model, rank_mesh, actor={**plain, "kl_loss_coef": coefficient, "kl_loss_type": kind})
+    rows = on_policy(worker)
+    mask_BR = rows.batch["response_mask"]
+    x_BR = 0.5 * torch.randn(mask_BR.shape, generator=torch.Generator().manual_seed(0)) * mask_BR
+    rows.batch["ref_log_prob"] = rows.batch["old_log_probs"] - x_BR
+    rows.batch["advantages"] = torch.zeros_like(mask_BR)
+    _, metrics = worker.update_actor(rows)
+    value, slope = KL[kind]
+    assert metrics["kl_loss"] == pytest.approx(float((value(x_BR) * mask_BR).sum() / mask_BR.sum()), rel=1e-4)
+    assert metrics["first_loss"] == pytest.approx(coefficient * metrics["kl_loss"], rel=1e-4)
+
+    other = actor(tiny_model, rank_mesh, actor=plain)
+    rows.batch["advantages"] = -coefficient * slope(x_BR) * mask_BR
+    assert other.update_actor(rows)[1]["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-3)
+    after_BR, wanted_BR = (each.compute_log_prob(rows).batch["old_log_probs"] for each in (worker, other))
+    torch.testing.assert_close(after_BR, wanted_BR, rtol=0, atol=1e-4)
+    assert (after_BR - rows.batch["old_log_probs"]).abs().max() > 1e-3
 
 
 def test_an_update_makes_good_tokens_likelier_and_bad_ones_less(tiny_model: Path, rank_mesh: RankMesh) -> None:

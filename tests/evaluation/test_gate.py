@@ -25,16 +25,16 @@ def failed(decision: Decision) -> list[str]:
 def test_a_better_version_is_promoted_and_every_check_is_listed() -> None:
     decision = decide(evaluation(GOOD), evaluation(BAD), {}, GateConfig(), FINE)
     assert decision.promote and failed(decision) == []
-    names = ["floor", "better", "chance", "length", "format", "refusal"]
+    names = ["better", "chance", "length", "format", "refusal"]
     assert [check.name for check in decision.checks] == [*names, "reload, log prob difference", "reload, greedy gap"]
-    better = decision.checks[1]
+    better = decision.checks[0]
     assert better.value == pytest.approx(0.2) and better.low is not None and 0.1 < better.low < 0.2
     assert "0.800, champion 0.600 on 100 rows; difference +0.200, 90% interval" in better.words
-    assert json.loads(json.dumps(decision.as_json()))["checks"][1]["name"] == "better"
+    assert json.loads(json.dumps(decision.as_json()))["checks"][0]["name"] == "better"
 
 
 def test_every_line_has_its_limit_in_brackets() -> None:
-    guarded = GateConfig(max_kl=1.0, min_entropy=0.5)
+    guarded = GateConfig(min_score=0.0, max_kl=1.0, min_entropy=0.5)
     lines = decide(evaluation(GOOD), evaluation(BAD), {"kl/ref": 0.25}, guarded, FINE).words
     assert [line for line in lines if not re.search(r"\((minimum|maximum|limit) [-+.e\d]+\)$", line)] == []
     assert lines[0] == "✓ floor: greedy score 0.800 (minimum 0.000)"
@@ -58,10 +58,53 @@ def test_the_first_version_needs_the_floor_only() -> None:
     assert failed(decide(evaluation(BAD), None, {}, GateConfig(min_score=0.61))) == ["floor"]
 
 
+@pytest.mark.parametrize(
+    ("constant", "config", "passes"),
+    [
+        (0.59, {}, True),
+        (0.6, {}, False),
+        (None, {}, False),
+        (0.6, {"min_score": 0.6}, True),
+        (None, {"min_score": 0.6}, True),
+    ],
+)
+def test_the_first_version_must_beat_a_constant_answer_or_the_minimum_that_is_set(
+    constant: float | None, config: dict[str, float], passes: bool
+) -> None:
+    decision = decide(evaluation(BAD), None, {}, GateConfig(**config), FINE, constant)
+    assert decision.promote == passes
+    assert failed(decision) == ([] if passes else ["constant"]) and decision.awaits_approval == (not passes)
+    words = decide(evaluation(BAD), None, {}, GateConfig(), None, constant).words[0]
+    assert ("gate.min_score is required" in words) if constant is None else words.endswith(f"(limit {constant:.3f})")
+    assert "constant" not in [
+        check.name for check in decide(evaluation(GOOD), evaluation(BAD), {}, GateConfig()).checks
+    ]
+    broken = decide(evaluation([0.0] * 9), None, {}, GateConfig(), {"problem": "exit code 1"}, 0.0)
+    assert not broken.awaits_approval, "no approval for what fails another check"
+
+
 def test_few_rows_that_differ_are_no_proof() -> None:
     # The bootstrap alone would take three rows for certain: it hardly ever draws none of them.
     three = [1.0] * 3 + [0.0] * 97
     assert failed(decide(evaluation(three), evaluation([0.0] * 100), {}, GateConfig())) == ["chance"]
+
+
+def test_a_gain_is_judged_at_the_one_sided_level() -> None:
+    """40 rows won and 25 lost of 1,000: p = 0.041 and a lower bound above 0 at 5 %, but not at 2.5 %."""
+    ours, theirs = [1.0] * 40 + [0.0] * 25 + [1.0] * 935, [0.0] * 40 + [1.0] * 25 + [1.0] * 935
+    assert decide(evaluation(ours), evaluation(theirs), {}, GateConfig()).promote
+    assert failed(decide(evaluation(ours), evaluation(theirs), {}, GateConfig(alpha=0.025))) == ["better", "chance"]
+
+
+def test_guards_are_judged_at_the_one_sided_level() -> None:
+    """39 of 1,000 answers are cut off: the drop is within 0.05 at 5 %, but not shown to be at 2.5 %."""
+    ours = evaluation([1.0] * 1000, ended=[False] * 39 + [True] * 961)
+    theirs = evaluation([0.0] * 1000)
+    assert decide(ours, theirs, {}, GateConfig()).promote
+    assert failed(decide(ours, theirs, {}, GateConfig(alpha=0.025))) == ["format"]
+    assert failed(decide(evaluation([1.0] * 1000, ended=[False] * 42 + [True] * 958), theirs, {}, GateConfig())) == [
+        "format"
+    ]
 
 
 def test_the_gain_must_be_above_the_minimum_effect() -> None:
@@ -116,8 +159,8 @@ def test_no_source_may_pay_for_another() -> None:
 )
 def test_training_guards_stop_what_was_trained_badly(setting: str, metric: str, fine: float, bad: float) -> None:
     config = GateConfig(**{setting: 1.0})
-    assert decide(evaluation(GOOD), None, {metric: fine}, config).promote
-    assert not decide(evaluation(GOOD), None, {metric: bad}, config).promote
+    assert decide(evaluation(GOOD), None, {metric: fine}, config, constant=0.1).promote
+    assert not decide(evaluation(GOOD), None, {metric: bad}, config, constant=0.1).promote
     assert "was not measured" in decide(evaluation(GOOD), None, {}, config).checks[-1].words
 
 
@@ -131,7 +174,7 @@ def test_training_guards_stop_what_was_trained_badly(setting: str, metric: str, 
     ],
 )
 def test_a_version_that_does_not_come_back_as_it_was_is_refused(found: dict[str, Any]) -> None:
-    decision = decide(evaluation(GOOD), None, {}, GateConfig(), found)
+    decision = decide(evaluation(GOOD), None, {}, GateConfig(), found, constant=0.1)
     assert not decision.promote and all(name.startswith("reload") for name in failed(decision))
 
 

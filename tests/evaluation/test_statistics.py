@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap
 
+from rl_core.evaluation import statistics as held_out
 from rl_core.evaluation.statistics import (
     bootstrap_interval,
     chance,
@@ -25,6 +26,21 @@ SCORES = st.lists(st.floats(-2, 2, width=16), min_size=1, max_size=30)
 
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("rows", [211, 1500])
+def test_chunks_of_draws_are_different_draws(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn in chunks, which bound the memory, or all at once: the same interval and p-value."""
+    values, other = rng(1).random(rows), rng(2).random(rows)
+
+    def found() -> tuple[object, object]:
+        return bootstrap_interval(values, 0.9, 0), sign_flips(values, other, 0)
+
+    chunked = found()
+    monkeypatch.setattr(held_out, "_CHUNK", rows * held_out.RESAMPLES)
+    assert found() == chunked
+    monkeypatch.setattr(held_out, "_CHUNK", rows * 1000)
+    assert found() == chunked
 
 
 @settings(max_examples=25, deadline=None)

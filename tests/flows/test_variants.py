@@ -21,6 +21,7 @@ TWO_STEPS = [
     "rollout.n=2",
     "trainer.steps=2",
     "evaluation.sampled_n=1",
+    "gate.min_score=0",
 ]
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+KL_LOSS = "tests/cluster/test_training_workers.py::test_the_kl_loss_is_that_to_the_reference_in_value_and_gradient"
 AT_A_TIME = 2
 
 
@@ -115,6 +116,76 @@ BUGS = (
         'mask_BR, old_BR = (tensors["old_log_probs"] != 0).float(), tensors["old_log_probs"]',
         ("tests/cluster/test_training_workers.py::test_every_sampled_token_moves_the_gradient_and_no_other_does",),
     ),
+    Bug(
+        "KL loss with its arguments swapped",
+        "rl_core/training/losses.py",
+        'kl_estimate(log_prob_BR, tensors["ref_log_prob"], actor.kl_loss_type)',
+        'kl_estimate(tensors["ref_log_prob"], log_prob_BR, actor.kl_loss_type)',
+        (KL_LOSS,),
+    ),
+    Bug(
+        "KL loss against the old policy",
+        "rl_core/training/losses.py",
+        'kl_estimate(log_prob_BR, tensors["ref_log_prob"], actor.kl_loss_type)',
+        "kl_estimate(log_prob_BR, old_BR, actor.kl_loss_type)",
+        (KL_LOSS,),
+    ),
+    Bug(
+        "canary that lets NaN pass",
+        "rl_core/rollout/weights/canary.py",
+        "if not difference <= tolerance:",
+        "if difference > tolerance:",
+        ("tests/rollout/weights/test_canary.py",),
+    ),
+    Bug(
+        "two-sided interval of a gain",
+        "rl_core/evaluation/gate.py",
+        "level, limit = 1 - 2 * config.alpha, config.min_effect",
+        "level, limit = 1 - config.alpha, config.min_effect",
+        ("tests/evaluation/test_gate.py::test_a_gain_is_judged_at_the_one_sided_level",),
+    ),
+    Bug(
+        "guards at the wrong level",
+        "rl_core/evaluation/gate.py",
+        "    level = 1 - 2 * config.alpha",
+        "    level = 1 - config.alpha",
+        ("tests/evaluation/test_gate.py::test_guards_are_judged_at_the_one_sided_level",),
+    ),
+    Bug(
+        "bootstrap chunks of the same draws",
+        "rl_core/evaluation/statistics.py",
+        "value_N[rng.integers(",
+        "value_N[np.random.default_rng(seed).integers(",
+        ("tests/evaluation/test_statistics.py::test_chunks_of_draws_are_different_draws",),
+    ),
+    Bug(
+        "learning-rate schedule without epochs",
+        "rl_core/cluster/roles.py",
+        "updates_of_actor = updates * config.actor.ppo_epochs",
+        "updates_of_actor = updates",
+        ("tests/trainer/test_start.py::test_the_learning_rate_schedule_counts_every_optimizer_step",),
+    ),
+    Bug(
+        "KL coefficient lost on resume",
+        "rl_core/trainer/trainer.py",
+        'self.kl_controller.coef = meta["kl_coef"]',
+        "pass",
+        ("tests/trainer/test_start.py::test_a_resumed_trainer_has_the_step_the_position_and_the_kl_coefficient",),
+    ),
+    Bug(
+        "colliding groups of dynamic sampling",
+        "rl_core/trainer/batch.py",
+        'f"{step}-{attempt}-{i}"',
+        'f"{step}-{i}"',
+        ("tests/trainer/test_sampler.py::test_enough_useful_groups_stop_the_sampling_and_the_rest_is_cut",),
+    ),
+    Bug(
+        "new batches on resume",
+        "rl_core/trainer/rollout_queue.py",
+        'enumerate(state["ahead"])',
+        'enumerate(state["ahead"][:0])',
+        ("tests/trainer/test_sampler.py::test_a_resume_trains_on_the_batches_that_were_ahead",),
+    ),
 )
 
 
@@ -130,7 +201,7 @@ class Outcome:
 def copied(folder: Path) -> Path:
     """The library and its tests in a new folder, which come before the installed ones there."""
     ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("rl_core", "tests"):
+    for name in ("rl_core", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder

@@ -14,11 +14,12 @@ from rl_core.errors import InputError
 from rl_core.evaluation import evaluate as scoring
 from rl_core.storage import run_files
 from rl_core.storage.store import Store
-from tasks.evaluate import champion_result
+from tasks.evaluate import champion_result, evaluate
 from tasks.prepare_data import prepare_data
 from tasks.promote import last_metrics, promote
 from tasks.registry.registry import Registry
 from tasks.runs.open_run import open_run
+from tasks.runs.report_page import run_page, run_summary
 from tasks.session.session import Session, open_session
 from tasks.tracking.tracker import mlflow_client
 
@@ -95,7 +96,7 @@ def test_versions_become_champion_one_after_the_other(sqlite_uri: str, tmp_path:
     assert tags(tmp_path, "3")["rollforward.gate"] == "promoted"
     assert tags(tmp_path, "3")["rollforward.gate_champion"] == "1"
     kept = json.loads((tmp_path / "runs/better" / run_files.DECISION).read_text())
-    assert kept["promote"] and kept["champion"] == "1" and kept["checks"][1]["name"] == "better"
+    assert kept["promote"] and kept["champion"] == "1" and kept["checks"][0]["name"] == "better"
     with session_of(tmp_path, "better", "trainer.save_every=3") as session:
         assert promoted(session, "3"), "a resumed run finds its version promoted"
     assert tags(tmp_path, "3")["rollforward.gate_champion"] == "1", "and does not decide again, without a champion"
@@ -138,3 +139,32 @@ def test_a_champion_that_cannot_be_scored_stays(
 def test_guards_look_at_the_mean_of_the_steps_that_have_the_metric() -> None:
     records = [{"metrics": {"kl/ref": float(step), **({"once": 1.0} if step == 19 else {})}} for step in range(10, 20)]
     assert last_metrics(records) == {"kl/ref": 14.5, "once": 1.0}
+
+
+def test_a_first_version_no_better_than_a_constant_answer_waits_for_a_user(sqlite_uri: str, tmp_path: Path) -> None:
+    assert not run(tmp_path, "first", [0.0] * 32) and aliases(tmp_path) == {}
+    assert tags(tmp_path, "1")["rollforward.gate"] == "waiting"
+    assert "exceed that of the best constant answer" in tags(tmp_path, "1")["rollforward.gate_checks"]
+    registry = Registry(f"sqlite:///{tmp_path}/mlflow.db", "rollforward-demo")
+    registry.promote_manually("1", approve=True)
+    assert aliases(tmp_path) == {"champion": "1"}
+
+
+def test_training_that_changed_nothing_is_warned_of_once_everywhere(
+    sqlite_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = {"group/equal_share": 1.0, "score/mean": 0.0, "time/step": 0.1, "actor/grad_norm": 0.0}
+    with session_of(tmp_path, "flat", "actor.optim.warmup_steps=1000") as session:
+        for number in range(1, 25):
+            session.telemetry.on_step({"step": number, "metrics": step})
+        for number in (0, 1):
+            session.store.write_json(run_files.evaluation(number), evaluation([0.0] * 32) | {"samples": []})
+        for _ in range(2):  # a resumed run repeats the stage
+            evaluate.__wrapped__(session, 1)  # type: ignore[attr-defined]
+        said, page, summary = capsys.readouterr().out, run_page(session.store, {}), run_summary(session.store, {})
+    for text in (
+        "no rewards differed",
+        "the scores did not move: greedy 0.000",
+        "actor.optim.warmup_steps=1000 is longer",
+    ):
+        assert said.count(text) == summary.count(text) == 1 and text in page, text

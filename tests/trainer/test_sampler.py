@@ -8,6 +8,7 @@ import pytest
 import torch
 from support_scoring import with_results
 
+from rl_core.algorithms.advantages import group_index
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import RLHFDataset
 from rl_core.data.loader import StatefulLoader
@@ -140,6 +141,8 @@ def test_enough_useful_groups_stop_the_sampling_and_the_rest_is_cut() -> None:
     batch, metrics = made.batch(1, Phases())
     assert rows_in(batch) == [probe[0]] * N + [probe[2]] * N
     assert metrics["sampling/generated_batches"] == 2.0 and metrics["sampling/useful_share"] == 1.0
+    # Both were the first prompt of their batch, but they are two groups.
+    assert group_index(batch.non_tensor_batch["uid"].tolist()).tolist() == [0] * N + [1] * N
 
 
 def test_at_the_cap_the_batch_is_filled_with_equal_groups() -> None:
@@ -246,3 +249,26 @@ def test_responses_of_other_weights_are_refused() -> None:
     for version in (3, 5):
         with pytest.raises(TrainingError, match=f"step 5 needs .* version 4; the engine served {version}"):
             sampler(Scorer(set()), Actor(version=version)).batch(5, Phases())
+
+
+def test_a_resume_trains_on_the_batches_that_were_ahead() -> None:
+    """Rollouts saved with a checkpoint are restored, later batches are generated again, and no prompt is skipped."""
+    pool = {"mode": "async", "max_staleness": 2, "ranks_per_node": 1, "n": N, "temperature": 0.7}
+    before = sampler(Scorer(set()), Actor(), rollout=pool).queue
+    for step in (1, 2, 3):
+        before.begin(step)
+    before.take(1)
+    state, saved = before.state_dict(), before.saved(2)
+    assert saved is not None and [key["step"] for key in state["ahead"]] == [2, 3]
+
+    actor = Actor(version=9)
+    after = sampler(Scorer(set()), actor, rollout=pool).queue
+    after.load_state_dict(state, saved)
+    assert actor.temperatures == [0.7], "only the second batch is generated again"
+    for step in (2, 3, 4):
+        wanted, found = (queue.take(step)[0] for queue in (before, after))
+        assert rows_in(found) == rows_in(wanted)
+        for name in ("uid", "seed"):
+            assert found.non_tensor_batch[name].tolist() == wanted.non_tensor_batch[name].tolist()
+        assert found.batch["responses"].tolist() == wanted.batch["responses"].tolist()
+        assert set(found.batch["version"].unique().tolist()) - {-1} == ({0} if step == 2 else {9})
