@@ -123,7 +123,7 @@ def test_leftovers_of_dead_runs_are_found_and_left_alone(home: Path, command: Co
     try:
         code, said, text = command()
         assert code == 0, text
-        assert said["run"] == "warning dead died in stage train at step 2" and "--run dead" in text
+        assert said["run"] == "warning dead stopped in stage train at step 2: its process died" and "--run dead" in text
         assert said["uncommitted"].endswith("runs/dead/checkpoints/step_000003")
         assert said["shared memory"].startswith("warning 1 unused segment") and f"rm -r {segment}" in text
         assert said["ray processes"].startswith("warning 1 Ray process") and f"kill {raylet.pid}" in text
