@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,10 +49,10 @@ def main() -> None:
         for number in range(repeats):
             times, cpu = measure(Path(home), f"start-{number}")
             print("  ".join(f"{name} {seconds:.1f} s" for name, seconds in times.items()))
-            print(f"  CPU {sum(cpu.values()):.1f} s: " + ", ".join(f"{kind} {s:.1f}" for kind, s in cpu.most_common()))
+            print(f"  CPU {sum(cpu.values()):.1f} s: " + ", ".join(f"{kind} {s:.1f}" for kind, s in cpu.items()))
 
 
-def measure(home: Path, name: str) -> tuple[dict[str, float], Counter[str]]:
+def measure(home: Path, name: str) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds until each mark and the end, and CPU seconds by kind of process."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PREFECT_"))}
     environment |= {"ROLLFORWARD_HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -71,7 +71,7 @@ def measure(home: Path, name: str) -> tuple[dict[str, float], Counter[str]]:
     times["end"] = time.monotonic() - start
     over.set()
     watching.join()
-    cpu: Counter[str] = Counter()
+    cpu: defaultdict[str, float] = defaultdict(float)
     for kind, seconds in seen.values():
         cpu[kind] += seconds
     return times, cpu
