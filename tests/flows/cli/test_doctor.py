@@ -66,8 +66,9 @@ def test_a_recipe_with_programs_is_refused_where_they_cannot_be_isolated(
     code, said, _ = command("demo", "reward.function=code")
     assert code == 2 and said["programs"].startswith("warning cannot be isolated: the limit of 64 processes")
     assert said["recipe"].startswith("problem the limit of 64 processes does not bind this user")
-    code, said, _ = command("demo", "reward.function=code", "reward.code.isolation=none")
-    assert code == 0 and said["programs"].startswith("warning Programs written by the model are not isolated")
+    _, said, _ = command("demo", "reward.function=code", "reward.code.isolation=none")
+    assert said["programs"].startswith("warning Programs written by the model are not isolated")
+    assert "a ground truth for the scorer `code`" in said["recipe"]  # digits are no tests of a program
 
 
 def test_what_is_missing_is_a_problem_with_a_fix(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
