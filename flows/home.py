@@ -73,13 +73,20 @@ def prepare_home(verbose: bool) -> Path:
 
 def open_registry(model: str | None, tracking_uri: str | None = None, verbose: bool = False) -> "Registry":
     """The registered model of that name, or the only one; uses the default MLflow if `tracking_uri` is None."""
-    home = prepare_home(verbose)
+    uri = registry_uri(tracking_uri, verbose)
     from tasks.registry.registry import Registry, only_model
+
+    return Registry(uri, model or only_model(uri))
+
+
+def registry_uri(tracking_uri: str | None = None, verbose: bool = False) -> str:
+    """`tracking_uri`, or that of the default MLflow; raises InputError if it cannot be used."""
+    home = prepare_home(verbose)
     from tasks.tracking.tracker import check_tracking, default_tracking_uri
 
     uri = tracking_uri or default_tracking_uri(home)
     check_tracking(uri)
-    return Registry(uri, model or only_model(uri))
+    return uri
 
 
 def prepare_libraries() -> None:

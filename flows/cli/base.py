@@ -34,9 +34,9 @@ def add_settings(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that override the recipe")
 
 
-def add_registry_options(sub: argparse.ArgumentParser) -> None:
-    """Adds the options of a command that works on a registered model."""
-    sub.add_argument("--model", help="registered model (default: the only one)")
+def add_registry_options(sub: argparse.ArgumentParser, default: str = "the only one") -> None:
+    """Adds the options of a command that works on a registered model; `default` describes what it is without one."""
+    sub.add_argument("--model", help=f"registered model (default: {default})")
     sub.add_argument("--tracking-uri", help="MLflow server (default: the database file in the home folder)")
 
 

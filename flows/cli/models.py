@@ -7,16 +7,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.base import Commands, add_command, add_registry_options, registry_of, shown_secret
-from flows.home import home_folder, prepare_home
+from flows.home import home_folder, prepare_home, registry_uri
 from rl_core.console import Console, clean
 
 if TYPE_CHECKING:
+    from tasks.registry.registry import Registry
     from tasks.registry.versions import VersionInfo
 
 
 def register(commands: Commands) -> None:
     """Adds the commands."""
-    add_registry_options(add_command(commands, "models", models, "List the registered versions of a model."))
+    sub = add_command(commands, "models", models, "List the registered versions of a model.")
+    add_registry_options(sub, "all")
     sub = add_command(
         commands, "lineage", lineage, "Show a version's origin: run, config, data, code and parent models."
     )
@@ -41,8 +43,18 @@ def register(commands: Commands) -> None:
 
 
 def models(options: argparse.Namespace, console: Console) -> None:
-    """Prints the versions of a registered model."""
-    registry = registry_of(options)
+    """Prints the versions of a registered model, or of all of them."""
+    uri = registry_uri(options.tracking_uri)
+    from tasks.registry.registry import Registry, model_names
+
+    names = [options.model] if options.model else model_names(uri)
+    for name in names:
+        _print_versions(Registry(uri, name), console)
+    if not names:
+        console.note(f"no registered model in MLflow at {uri}; register one with `rollforward run`")
+
+
+def _print_versions(registry: "Registry", console: Console) -> None:
     since = {move.version: move.at for move in registry.moves()}
     rows = [(f"version {info.version}", _line(info, since.get(info.version))) for info in registry.versions()]
     console.table(rows or [("none", "register one with `rollforward run`")], f"Model {registry.name}")

@@ -32,12 +32,17 @@ _MODEL = TAG_PREFIX + "mlflow_model"
 _MOVE = TAG_PREFIX + "move."
 
 
+def model_names(uri: str) -> list[str]:
+    """Sorted names of the registered models of the MLflow at `uri`."""
+    with mlflow_errors(uri):
+        return sorted(str(model.name) for model in mlflow_client(uri).search_registered_models())
+
+
 def only_model(uri: str) -> str:
     """Name of the only registered model of the MLflow at `uri`; raises `InputError` if there are none or several."""
-    with mlflow_errors(uri):
-        names = sorted(model.name for model in mlflow_client(uri).search_registered_models())
+    names = model_names(uri)
     if len(names) == 1:
-        return str(names[0])
+        return names[0]
     raise InputError(
         expected="one registered model",
         seen=", ".join(names) or "none",

@@ -62,7 +62,9 @@ def _dead_runs(home: Path) -> Iterator[Finding]:
         status = read_status(root.child(name))
         if status and status.state == "running" and not status.lives:
             fix = f"to resume from the last committed step: the same command with --run {name}"
-            yield Finding("warning", "run", f"{name} died in stage {status.stage} at step {status.step}", fix)
+            yield Finding(
+                "warning", "run", f"{name} stopped in stage {status.stage} at step {status.step}: its process died", fix
+            )
 
 
 def _orphaned_locks(held: dict[str, int]) -> Iterator[Finding]:

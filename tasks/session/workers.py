@@ -63,6 +63,8 @@ class RunWorkers:
         return self._starting
 
     def _close(self, roles: Roles) -> None:
+        if "RAY_ADDRESS" not in os.environ:  # all processes of a local Ray are killed next
+            return
         with suppress(RollforwardError):  # if the lease is lost or storage is down, Ray ends this process's workers
             self.run.lease.check()
             roles.close()

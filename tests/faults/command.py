@@ -113,16 +113,16 @@ def begins(owner: Any, name: str) -> None:
 
 def starts(owner: Any) -> None:
     """Notes the numbers of the actors' processes once they are there."""
-    function = owner.__init__
+    function = owner.meet
 
-    def wrapped(self: Any, *args: Any) -> None:
-        function(self, *args)
+    def wrapped(self: Any) -> None:
+        function(self)
         from ray._private.state import actors
 
         note_processes({actor["Name"]: actor["Pid"] for actor in actors().values() if actor["State"] == "ALIVE"})
         note(faults(), boundary="start", when="after", step=last_step(), tokens=0)
 
-    owner.__init__ = wrapped
+    owner.meet = wrapped
 
 
 def note_processes(actors: dict[str, int]) -> None:

@@ -268,7 +268,8 @@ def test_bad_parameters_make_no_flow_run_and_bad_settings_one_that_fails(place: 
     assert refused.code != 0 and not run and "max_hours" in refused.output
     failed, run = place.deployment_run("post-train/post-train", {"overrides": ["trainer.stepz=1"]})
     assert failed.code != 0 and run["state_type"] == "FAILED" and run["run_count"] == 1
-    assert "trainer.stepz" in run["state"]["message"]
+    told = run["state"]["message"]
+    assert all(part in told for part in ("expected:", "seen: trainer.stepz", "where:", "fix:")), told
 
 
 def test_an_event_starts_a_retraining_that_survives_its_worker(place: Place, first: dict[str, Any]) -> None:

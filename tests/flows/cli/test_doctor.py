@@ -66,8 +66,9 @@ def test_a_recipe_with_programs_is_refused_where_they_cannot_be_isolated(
     code, said, _ = command("demo", "reward.function=code")
     assert code == 2 and said["programs"].startswith("warning cannot be isolated: the limit of 64 processes")
     assert said["recipe"].startswith("problem the limit of 64 processes does not bind this user")
-    code, said, _ = command("demo", "reward.function=code", "reward.code.isolation=none")
-    assert code == 0 and said["programs"].startswith("warning Programs written by the model are not isolated")
+    _, said, _ = command("demo", "reward.function=code", "reward.code.isolation=none")
+    assert said["programs"].startswith("warning Programs written by the model are not isolated")
+    assert "a ground truth for the scorer `code`" in said["recipe"]  # digits are no tests of a program
 
 
 def test_what_is_missing_is_a_problem_with_a_fix(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +124,7 @@ def test_leftovers_of_dead_runs_are_found_and_left_alone(home: Path, command: Co
     try:
         code, said, text = command()
         assert code == 0, text
-        assert said["run"] == "warning dead died in stage train at step 2" and "--run dead" in text
+        assert said["run"] == "warning dead stopped in stage train at step 2: its process died" and "--run dead" in text
         assert said["uncommitted"].endswith("runs/dead/checkpoints/step_000003")
         assert said["shared memory"].startswith("warning 1 unused segment") and f"rm -r {segment}" in text
         assert said["ray processes"].startswith("warning 1 Ray process") and f"kill {raylet.pid}" in text
