@@ -36,6 +36,7 @@ from rl_core.storage.store import Store
 from rl_core.training.engine import DTYPES, LossFunction, Outputs, TrainEngine
 from rl_core.training.losses import LOG_PROB_COLUMNS, policy_loss, select_tokens, supervised_loss, value_loss
 from rl_core.training.mesh import make_rank_mesh
+from rl_core.training.profiling import Profile
 from rl_core.training.sharded_checkpoint import export_model, load_engine, save_engine
 
 # (mini-batch, number of tokens, number of sequences) → (mini-batch with the columns its loss needs, loss).
@@ -46,6 +47,7 @@ class TrainingWorker(Worker):
     """A training rank, with its position in the meshes of shards and sequences."""
 
     saved: Future[list[Json]]
+    profile: Profile | None = None
 
     def join(self, host: str, port: int) -> None:
         """Joins the process group and builds the meshes; returns once all ranks have joined."""
@@ -61,6 +63,20 @@ class TrainingWorker(Worker):
         """Waits until this rank has written its last saved state; returns its manifest entries, or raises the error of
         the write."""
         return self.saved.result()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_profile(self) -> None:
+        """Starts a profile of this rank; ends that of an abandoned step."""
+        if self.profile:
+            self.profile.stop()
+        self.profile = Profile(self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def write_profile(self, store: Store, folder: str) -> None:
+        """Ends the profile and writes it into the folder of the store."""
+        if self.profile:
+            self.profile.write(store, f"{folder}/{type(self).__name__}_{dist.get_rank()}")
+            self.profile = None
 
     def _train_engine(
         self, module: PolicyModel | ValueModel, source: Path, optim: OptimConfig | None, total_updates: int

@@ -20,7 +20,8 @@ _PHASES_SHOWN = len(COLOURS)
 _FACTS = {
     "name": "Run", "recipe": "Recipe", "model": "Model", "steps": "Steps", "time": "Time", "started": "Started",
     "programs": "Programs", "model_version": "Model version", "alias": "Alias", "mlflow_run": "MLflow run",
-    "config_hash": "Config hash", "data_hash": "Data hash", "versions": "Versions",
+    "config_hash": "Config hash", "data_hash": "Data hash", "profiles": "Profiles",
+    "versions": "Versions",
 }  # fmt: skip
 
 
@@ -75,9 +76,9 @@ def render_report(
 ) -> str:
     """Renders the page as HTML; sections without data are omitted.
 
-    run: facts by name (`name recipe model steps started programs mlflow_run config_hash data_hash model_version
-        alias`), `seconds` (float), `versions` (package → version) and `config`: (key, value, origin) of each value
-        that differs from its default.
+    run: facts by name (`name recipe model steps started programs mlflow_run config_hash data_hash profiles
+        model_version alias`), `seconds` (float), `versions` (package → version) and `config`: (key, value, origin) of
+        each value that differs from its default.
     records: ledger records, {"step": int, "metrics": {name: number}}.
     samples: {"prompt", "ground_truth", "answer_before", "answer_after": str, "score_before", "score_after": 0 to 1}.
     summary: `greedy_before greedy_after sampled_before sampled_after`, scores.

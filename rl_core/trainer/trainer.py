@@ -98,6 +98,9 @@ class PPOTrainer:
                     self.queue.before_push()
                 with phase("push"):
                     metrics["kl/canary"] = self.roles.rollout.push_weights(step)
+            if step in self.config.trainer.profile_steps:
+                with phase("profile"):
+                    self.roles.write_profile(self.store, run_files.profile(step))
             with phase("commit"):
                 write_rollouts(self.store, run_files.rollouts(step), batch)
                 last = step == until or self.observer.should_stop()
@@ -115,6 +118,9 @@ class PPOTrainer:
     def _batch(self, step: int, phase: Phases) -> tuple[DataProto, Metrics]:
         """Rollouts of the step with scores, log-probs and advantages, and their metrics."""
         config, roles = self.config, self.roles
+        if step in config.trainer.profile_steps:
+            with phase("profile"):
+                roles.start_profile()
         # With prefetched rollouts, which the checkpoint must contain, the step is repeated instead.
         with nullcontext() if config.max_staleness else self.checkpointer.kept():
             batch, metrics = self.sampler.batch(step, phase)
