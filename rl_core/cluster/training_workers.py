@@ -34,6 +34,7 @@ from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
 from rl_core.training.engine import DTYPES, LossFunction, Outputs, TrainEngine
+from rl_core.training.gpu_usage import GpuUsage, gpu_usage
 from rl_core.training.losses import LOG_PROB_COLUMNS, policy_loss, select_tokens, supervised_loss, value_loss
 from rl_core.training.mesh import make_rank_mesh
 from rl_core.training.profiling import Profile
@@ -269,6 +270,11 @@ class ActorRolloutRefWorker(TrainingWorker):
             log_prob_BR = self.actor.compute(mini, self.temperature)[0]
             mini = select_tokens(self.config, mini, log_prob_BR, self.config.trainer.seed + self.actor.updates)
         return mini, policy_loss(self.config, tokens, sequences)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def gpu_usage(self) -> GpuUsage:
+        """The actor's use of this rank's GPU since the last call; on CUDA only."""
+        return gpu_usage(self.actor.module, self.device)
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_supervised(self, data: DataProto) -> Metrics:
