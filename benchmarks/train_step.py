@@ -29,6 +29,7 @@ from rl_core.config.schema import FSDPConfig, OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import PolicyModel, empty_causal_lm
 from rl_core.training.engine import TrainEngine
+from rl_core.training.gpu_usage import PEAKS
 from rl_core.training.losses import policy_loss
 from rl_core.training.mesh import make_rank_mesh
 
@@ -44,8 +45,6 @@ SHAPE = Qwen3Config(
     max_position_embeddings=LENGTH,
     tie_word_embeddings=True,
 )
-PEAKS = {"H100": 989e12, "H200": 989e12}
-"""Dense bfloat16 peak in FLOP/s, from the vendor's data sheet."""
 WARM_UP, ROUNDS, STEPS = 3, 3, 8
 
 

@@ -94,6 +94,7 @@ RUNS = {
             "agent.tools=[calculator]",
             "agent.parser=pythonic",
             "rollout.log_probs=false",
+            "trainer.profile_steps=[2]",
             "actor.mini_batch_size=4",  # one update a step, which also gives the log-probs before it
         ],
     ),

@@ -151,6 +151,16 @@ class Roles:
             return None
         return [entry for name in names for entry in store.read_json(name)]
 
+    def start_profile(self) -> None:
+        """Starts profiling every trained role."""
+        for call in [group.start_profile.submit() for group in self.trained]:
+            call.get()
+
+    def write_profile(self, store: Store, folder: str) -> None:
+        """Ends profiling; every rank of a trained role writes its profile into `folder`."""
+        for call in [group.write_profile.submit(store, folder) for group in self.trained]:
+            call.get()
+
     def load_checkpoint(self, store: Store, folder: str) -> None:
         """Loads the state of every trained role from `folder`."""
         for call in [group.load_checkpoint.submit(store, folder) for group in self.trained]:

@@ -34,8 +34,10 @@ from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.storage.manifest import Json
 from rl_core.storage.store import Store
 from rl_core.training.engine import DTYPES, LossFunction, Outputs, TrainEngine
+from rl_core.training.gpu_usage import GpuUsage, gpu_usage
 from rl_core.training.losses import LOG_PROB_COLUMNS, policy_loss, select_tokens, supervised_loss, value_loss
 from rl_core.training.mesh import make_rank_mesh
+from rl_core.training.profiling import Profile
 from rl_core.training.sharded_checkpoint import export_model, load_engine, save_engine
 
 # (mini-batch, number of tokens, number of sequences) → (mini-batch with the columns its loss needs, loss).
@@ -46,6 +48,7 @@ class TrainingWorker(Worker):
     """A training rank, with its position in the meshes of shards and sequences."""
 
     saved: Future[list[Json]]
+    profile: Profile | None = None
 
     def join(self, host: str, port: int) -> None:
         """Joins the process group and builds the meshes; returns once all ranks have joined."""
@@ -61,6 +64,20 @@ class TrainingWorker(Worker):
         """Waits until this rank has written its last saved state; returns its manifest entries, or raises the error of
         the write."""
         return self.saved.result()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_profile(self) -> None:
+        """Starts a profile of this rank; ends that of an abandoned step."""
+        if self.profile:
+            self.profile.stop()
+        self.profile = Profile(self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def write_profile(self, store: Store, folder: str) -> None:
+        """Ends the profile and writes it into the folder of the store."""
+        if self.profile:
+            self.profile.write(store, f"{folder}/{type(self).__name__}_{dist.get_rank()}")
+            self.profile = None
 
     def _train_engine(
         self, module: PolicyModel | ValueModel, source: Path, optim: OptimConfig | None, total_updates: int
@@ -253,6 +270,11 @@ class ActorRolloutRefWorker(TrainingWorker):
             log_prob_BR = self.actor.compute(mini, self.temperature)[0]
             mini = select_tokens(self.config, mini, log_prob_BR, self.config.trainer.seed + self.actor.updates)
         return mini, policy_loss(self.config, tokens, sequences)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def gpu_usage(self) -> GpuUsage:
+        """The actor's use of this rank's GPU since the last call; on CUDA only."""
+        return gpu_usage(self.actor.module, self.device)
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_supervised(self, data: DataProto) -> Metrics:

@@ -43,6 +43,7 @@ RUN_CONTROL_KEYS = frozenset(
         "trainer.segment_steps",
         "trainer.save_every",
         "trainer.keep_checkpoints",
+        "trainer.profile_steps",
         "trainer.max_attempts",
         "trainer.call_timeout_s",
         "trainer.stall_timeout_s",

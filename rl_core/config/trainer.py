@@ -1,6 +1,6 @@
 """Settings of the training loop: length, placement, checkpoints and timeouts."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,9 @@ class TrainerConfig(Section):
     """Device of training and rollouts; auto uses CUDA if a GPU is available."""
     threads_per_rank: int = Field(1, ge=1, le=MAX_PROCESSES)
     """CPU threads per worker process; results are bit-identical only with the same number."""
+    profile_steps: tuple[Annotated[int, Field(ge=1, le=MAX_COUNT)], ...] = ()
+    """Steps to profile: each training rank writes a trace of torch's profiler into the run's folder `profile`, and on
+    CUDA a snapshot of its memory. Such a step is slower."""
     call_timeout_s: float = Field(3600.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds per call to the workers; then the stage is retried with new workers."""
     stall_timeout_s: float | None = Field(None, gt=0, le=MAX_SECONDS)

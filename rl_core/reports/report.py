@@ -21,7 +21,8 @@ _FACTS = {
     "name": "Run", "recipe": "Recipe", "model": "Model", "steps": "Steps", "time": "Time",
     "sampled": "Time and curves", "started": "Started",
     "programs": "Programs", "model_version": "Model version", "alias": "Alias", "mlflow_run": "MLflow run",
-    "config_hash": "Config hash", "data_hash": "Data hash", "versions": "Versions",
+    "config_hash": "Config hash", "data_hash": "Data hash", "profiles": "Profiles",
+    "versions": "Versions",
 }  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def render_report(
 ) -> str:
     """Renders the page as HTML; sections without data are omitted.
 
-    run: facts by name (`name recipe model steps sampled started programs mlflow_run config_hash data_hash
+    run: facts by name (`name recipe model steps sampled started programs mlflow_run config_hash data_hash profiles
         model_version alias`), `seconds` (float), `versions` (package → version) and `config`: (key, value, origin) of
         each value that differs from its default.
     records: ledger records, {"step": int, "metrics": {name: number}}; of a long run a sample.

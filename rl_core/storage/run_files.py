@@ -33,6 +33,7 @@ IN_LEASE = re.compile(r"(lease_\d{6,})/")
 ROLLOUTS_AHEAD = "rollouts.safetensors"
 """File of a checkpoint with the rollouts of the next step, if these were generated ahead of training."""
 ROLLOUTS = "rollouts"
+PROFILE = "profile"
 FAILED = "failed"
 """Folder with the training data of a failed step, kept until a later attempt commits the step."""
 
@@ -77,6 +78,11 @@ def lease_folder(number: int) -> str:
 def rollouts(step: int) -> str:
     """File with the trajectories of a step."""
     return f"{ROLLOUTS}/{step_name(step)}.parquet"
+
+
+def profile(step: int) -> str:
+    """Folder with each training rank's profile of a step."""
+    return f"{PROFILE}/{step_name(step)}"
 
 
 def failed_rollouts(step: int) -> str:

@@ -21,8 +21,8 @@ from rl_core.data.protocol import DataProto, Metrics
 class Phases:
     """Wall time in seconds of the phases of one step, and the tokens processed by some of them.
 
-    The trainer's phases are `rollout`, `score`, `log_prob`, `advantage`, `update`, `push`, `commit` and `record`;
-    `rollout` and `update` count tokens. The step begins with this object.
+    The trainer's phases are `rollout`, `score`, `log_prob`, `advantage`, `update`, `push`, `commit`, `record` and,
+    in profiled steps, `profile`; `rollout` and `update` count tokens. The step begins with this object.
     """
 
     def __init__(self, on_begin: Callable[[str], None] = lambda name: None) -> None:

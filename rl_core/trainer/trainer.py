@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.algorithms.kl import KLController
+from rl_core.cluster.resources import resolve_device
 from rl_core.cluster.roles import Roles
 from rl_core.config.schema import RunConfig
 from rl_core.config.updates import mini_batches
@@ -27,6 +28,7 @@ from rl_core.trainer.observer import RunObserver
 from rl_core.trainer.rollout_file import write_rollouts
 from rl_core.trainer.rollout_queue import STATE_KEY, RolloutQueue
 from rl_core.trainer.sampler import Sampler
+from rl_core.training.gpu_usage import gpu_metrics
 
 
 class PPOTrainer:
@@ -55,7 +57,7 @@ class PPOTrainer:
         self.kl_controller = KLController(
             algorithm.kl_controller, algorithm.kl_in_reward_coef, algorithm.kl_target, algorithm.kl_horizon
         )
-        self.step = 0
+        self.step, self.on_gpu = 0, resolve_device(config.trainer) == "cuda"
 
     def start(self, model_path: str) -> None:
         """Loads the policy and the newest valid checkpoint, if any, then pushes the weights to the engines."""
@@ -92,12 +94,19 @@ class PPOTrainer:
                 with phase("update"):
                     metrics |= self._update(batch, rows)
                     phase.count("update", tokens * passes)
+                if self.on_gpu:
+                    with phase("advantage"):
+                        usage, trained = self.roles.actor.gpu_usage(), tokens * self.config.actor.ppo_epochs
+                        metrics |= gpu_metrics(usage, trained, phase.seconds["update"])
                 with phase("advantage"):
                     metrics |= mismatch(batch)
                 with phase("rollout"):
                     self.queue.before_push()
                 with phase("push"):
                     metrics["kl/canary"] = self.roles.rollout.push_weights(step)
+            if step in self.config.trainer.profile_steps:
+                with phase("profile"):
+                    self.roles.write_profile(self.store, run_files.profile(step))
             with phase("commit"):
                 write_rollouts(self.store, run_files.rollouts(step), batch)
                 last = step == until or self.observer.should_stop()
@@ -115,6 +124,9 @@ class PPOTrainer:
     def _batch(self, step: int, phase: Phases) -> tuple[DataProto, Metrics]:
         """Rollouts of the step with scores, log-probs and advantages, and their metrics."""
         config, roles = self.config, self.roles
+        if step in config.trainer.profile_steps:
+            with phase("profile"):
+                roles.start_profile()
         # With prefetched rollouts, which the checkpoint must contain, the step is repeated instead.
         with nullcontext() if config.max_staleness else self.checkpointer.kept():
             batch, metrics = self.sampler.batch(step, phase)

@@ -58,6 +58,7 @@ def run_page(store: Store, extra_facts: Mapping[str, Any]) -> str:
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run["created"])),
         "programs": config.reward.code.risk,
         "config_hash": run["config_hash"],
+        "profiles": ", ".join(f"{run_files.PROFILE}/{name}" for name in sorted(store.listdir(run_files.PROFILE))),
         "data_hash": manifest["meta"]["data_hash"] if manifest else None,
         "config": [(key, value, origins[key]) for key, value in values.items() if key in origins],
         **extra_facts,

@@ -1,5 +1,7 @@
 """The actor's role on one rank, without a rollout engine: what it computes and what it trains on are one policy."""
 
+import gzip
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,8 @@ from rl_core.cluster.reward_model import RewardModelWorker
 from rl_core.cluster.training_workers import ActorRolloutRefWorker, TrainingWorker
 from rl_core.config.schema import OptimConfig, RunConfig
 from rl_core.data.protocol import DataProto
+from rl_core.storage import run_files
+from rl_core.storage.store import Store
 from rl_core.training.losses import LOG_PROB_COLUMNS
 from rl_core.training.mesh import RankMesh
 
@@ -197,3 +201,21 @@ def test_sequences_of_which_nothing_trains_leave_the_denominators(rank_mesh: Ran
     worker: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
     TrainingWorker._train(worker, engine, rows, 1, loss_of)  # type: ignore[arg-type]
     assert seen == [(4.0, 3.0)]
+
+
+def test_a_profile_covers_the_calls_between_its_start_and_its_end(
+    tiny_model: Path, rank_mesh: RankMesh, tmp_path: Path
+) -> None:
+    worker, store = actor(tiny_model, rank_mesh), Store(str(tmp_path))
+    rows = on_policy(worker)
+    for step in (1, 2):  # that of step 1 is abandoned
+        worker.start_profile()
+        if step == 2:
+            worker.update_actor(rows)
+    worker.write_profile(store, run_files.profile(2))
+    worker.write_profile(store, run_files.profile(3))
+    assert store.listdir(run_files.PROFILE) == ["step_000002"]
+    assert store.listdir(run_files.profile(2)) == ["ActorRolloutRefWorker_0.json.gz"]
+    trace = gzip.decompress(store.read_bytes(f"{run_files.profile(2)}/ActorRolloutRefWorker_0.json.gz"))
+    names = {event["name"] for event in json.loads(trace)["traceEvents"]}
+    assert {"aten::mm", "aten::_fused_adamw_"} <= names

@@ -77,8 +77,8 @@ BUGS = (
     Bug(
         "off-by-one log-probs",
         "rl_core/models/load.py",
-        "before_N = target_N - 1",
-        "before_N = target_N",
+        "before_N = self.layout.in_row(target_N - 1)",
+        "before_N = self.layout.in_row(target_N)",
         ("tests/training/test_engine.py::test_compute_gives_the_log_probs_of_the_plain_model",),
     ),
     Bug(
@@ -91,8 +91,8 @@ BUGS = (
     Bug(
         "temperature missing in training",
         "rl_core/cluster/training_workers.py",
-        "self._policy_loss, self.temperature)",
-        "self._policy_loss, 1.0)",
+        "self._policy_loss, self.temperature, keep",
+        "self._policy_loss, 1.0, keep",
         ("tests/cluster/test_training_workers.py::test_the_first_update_is_on_policy",),
     ),
     Bug(
@@ -112,8 +112,8 @@ BUGS = (
     Bug(
         "mask ignoring tool spans",
         "rl_core/training/losses.py",
-        'mask_BR, old_BR = tensors["response_mask"], tensors["old_log_probs"]',
-        'mask_BR, old_BR = (tensors["old_log_probs"] != 0).float(), tensors["old_log_probs"]',
+        'mask_BR, old_BR = tensors["response_mask"], tensors.get(',
+        'mask_BR, old_BR = (tensors["old_log_probs"] != 0).float(), tensors.get(',
         ("tests/cluster/test_training_workers.py::test_every_sampled_token_moves_the_gradient_and_no_other_does",),
     ),
     Bug(
