@@ -21,11 +21,13 @@ from transformers import (
 
 from rl_core.errors import InputError
 from rl_core.models.attention import ATTENTION, Layout, to_device
-from rl_core.models.log_probs import ChunkedLogProbs
+from rl_core.models.log_probs import ChunkedLogProbs, LogitTransform
 from rl_core.models.sequence_parallel import SequenceParallel
 
 _NO_SHAPE = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 """Config entries that are independent of the architecture."""
+PACKED_LAYERS = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
+"""Kinds of layers in which only attention mixes tokens."""
 
 
 def check_model_folder(path: str) -> Path:
@@ -142,17 +144,43 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     `rl_core.models.weights.load_weights` allocates and loads the weights."""
     config = load_config(path)
     with torch.device("meta"), _part_of_transformers(path, "a causal language model"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
-        )
+        model = causal_lm(config)
     # Keep the generation config for the exported model.
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    # Disable dropout: the ratio at the first update requires the same log-probs in every call.
+    return model
+
+
+def causal_lm(config: PreTrainedConfig) -> PreTrainedModel:
+    """The config's causal language model on torch's default device, with float32 parameters and without dropout: packed
+    attention if packed rows are exact for it (`takes_packed_rows`), otherwise transformers' own attention."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if takes_packed_rows(model):
+        model.set_attn_implementation(ATTENTION)
+    # Disable dropout and router noise: the ratio at the first update requires the same log-probs in every call.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or "jitter" in name):
+                setattr(module, name, 0.0)
     return model
+
+
+def takes_packed_rows(model: PreTrainedModel) -> bool:
+    """Whether attention, called through transformers' interface, is the only part of the model that mixes tokens.
+
+    Recurrences and convolutions would carry state from one packed sequence into the next.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    recurrent = model._is_stateful or kinds - PACKED_LAYERS or any(isinstance(m, nn.Conv1d) for m in model.modules())
+    return model._supports_attention_backend and not recurrent
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether the model computes packed rows, not padded ones."""
+    return bool(model.config.get_text_config()._attn_implementation == ATTENTION)
 
 
 def stop_tokens(path: str | Path) -> tuple[int, ...]:
@@ -164,6 +192,16 @@ def stop_tokens(path: str | Path) -> tuple[int, ...]:
             found.update(ids if isinstance(ids, list) else [ids])
     found.add(load_tokenizer(path).eos_token_id)
     return tuple(sorted(token for token in found if token is not None))
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform:
+    """What the family computes between its head and its logits, from the names that transformers' configs give it."""
+    text = config.get_text_config()
+    scale = float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0)
+    if scaling := getattr(text, "logits_scaling", None):
+        scale *= scaling if text.model_type == "hyperclovax" else 1.0 / scaling
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return LogitTransform(scale, next((float(cap) for name in names if (cap := getattr(text, name, None))), 0.0))
 
 
 class Packed:
@@ -189,14 +227,23 @@ class Packed:
     def hidden_states(self, model: PreTrainedModel, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """For this rank's target tokens: last hidden states before them [n, D], their ids [n], and a mask [N] of them
         among all target tokens (None without sequence parallelism)."""
-        output = model(
-            input_ids=self.input_ids, position_ids=self.position_ids, layout=self.layout, use_cache=False
-        ).last_hidden_state[0]
+        output = self._packed(model) if is_packed(model) else self._padded(model)
         before_N = target_N - 1
         if self.parallel is None:
             return output[before_N], self.ids_T[target_N], None
         own_N = (before_N >= self.own.start) & (before_N < self.own.stop)
         return output[before_N[own_N] - self.own.start], self.ids_T[target_N[own_N]], own_N
+
+    def _packed(self, model: PreTrainedModel) -> Tensor:
+        output = model(input_ids=self.input_ids, position_ids=self.position_ids, layout=self.layout, use_cache=False)
+        hidden_TD: Tensor = output.last_hidden_state[0]
+        return hidden_TD
+
+    def _padded(self, model: PreTrainedModel) -> Tensor:
+        # One row per sequence. Padding is on the right, and no token depends on later ones, so no mask is needed.
+        gather_BL, scatter_T = self.layout.padded
+        hidden_BLD: Tensor = model(input_ids=self.ids_T[gather_BL], use_cache=False).last_hidden_state
+        return hidden_BLD.flatten(0, 1)[scatter_T]
 
     def gather(self, values_n: Tensor, own_N: Tensor | None) -> Tensor:
         """Values of all target tokens [N] from each rank's own [n]."""
@@ -209,14 +256,14 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel, compiled: bool = False) -> None:
         super().__init__()
         self.hf: PreTrainedModel = model
-        self._log_probs = ChunkedLogProbs(compiled)
+        self._log_probs, self._logits = ChunkedLogProbs(compiled), logit_transform(model.config)
 
     def forward(self, packed: Packed, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob, entropy and Σ_v π_v², each [N] float32, for the packed tokens at indices `target_N` [N], given the
         tokens before them."""
         hidden_nD, label_n, own_N = packed.hidden_states(cast(PreTrainedModel, self.hf.base_model), target_N)
         head = cast(nn.Linear, self.hf.get_output_embeddings())
-        values = self._log_probs(hidden_nD, head.weight, label_n, temperature)
+        values = self._log_probs(hidden_nD, head.weight, head.bias, label_n, temperature, self._logits)
         log_prob_N, entropy_N, square_N = (packed.gather(each, own_N) for each in values)
         return log_prob_N, entropy_N, square_N
 

@@ -1,0 +1,164 @@
+"""Parity of the training forward pass with transformers' own, for the family of a checkpoint's config.
+
+A narrow model of the same config (`narrow_configs`) with random weights computes several sequences of different lengths
+in one batch with this project's modules, and each sequence alone with transformers' forward pass. Log-probs, entropies
+and all gradients must agree. Otherwise training would optimise another function than the exported model computes.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import device as Device
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rl_core.errors import InputError
+from rl_core.models.load import Packed, PolicyModel, causal_lm, load_config
+from rl_core.models.narrow import VOCABULARY, narrow_configs
+
+LENGTHS = (7, 29, 16)
+"""Tokens of the sequences; with a window of `WINDOW`, two of them are longer."""
+WINDOW = 8
+TOLERANCE = 1e-3
+"""Nats for log-probs and entropies; relative to its norm for a parameter's gradient."""
+SPREAD = 2.0
+"""Standard deviation of a layer's output for inputs of unit variance: log-probs must be far from uniform."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Largest differences to transformers: of log-probs and entropies in nats, and of the parameters' gradients relative
+    to their norms."""
+
+    log_prob: float
+    gradient: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both are within `TOLERANCE`."""
+        return self.log_prob <= TOLERANCE and self.gradient <= TOLERANCE
+
+
+def check_parity(path: str, max_length: int) -> Parity:
+    """Parity of the checkpoint's family; raises InputError if it is not exact for sequences of `max_length` tokens."""
+    config = load_config(path)
+    fix = "use a model of another family; docs/models.md lists the exact ones"
+    expected = f"a training forward pass that computes what transformers' {config.model_type} computes"
+    try:
+        seen = parity(config, max_length)
+    except Exception as error:  # each family fails in its own way; what cannot be checked is refused
+        reason = next(iter(str(error).splitlines()), "")
+        raise InputError(expected, f"{type(error).__name__}: {reason}", f"config.json of {path}", fix) from error
+    if not seen.is_exact:
+        difference = f"log-probs differ by {seen.log_prob:.1e} nats, gradients by {seen.gradient:.1e} of their norm"
+        raise InputError(expected, f"{difference} (limit {TOLERANCE:.0e})", f"config.json of {path}", fix)
+    return seen
+
+
+def parity(config: PreTrainedConfig, max_length: int, device: Device = torch.device("cpu")) -> Parity:
+    """Differences between the training modules and transformers for a narrow model of this config, in float32.
+
+    Windows of at least `max_length` tokens stay longer than the sequences, all others become shorter.
+    """
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(0)
+        reference, wanted = _reference(config, _window(config, max_length), device)
+        with device:
+            own = PolicyModel(causal_lm(reference.config))
+        own.hf.load_state_dict(reference.state_dict())
+        seen = _outputs(own.train(), _sequences(reference.config))
+    gradients = {name: parameter.grad for name, parameter in own.hf.named_parameters()}
+    return Parity(
+        max((a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True)),
+        max(_difference(gradients[name], each.grad) for name, each in reference.named_parameters()),
+    )
+
+
+def _window(config: PreTrainedConfig, max_length: int) -> int | None:
+    text = config.get_text_config()
+    sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size", "attention_window_size")]
+    return WINDOW if any(isinstance(size, int) and size < max_length for size in sizes) else None
+
+
+def _reference(
+    config: PreTrainedConfig, window: int | None, device: Device
+) -> tuple[PreTrainedModel, tuple[Tensor, Tensor]]:
+    """The narrowest model that transformers builds and runs, with its outputs for the sequences and its gradients."""
+    failure: Exception = ValueError("no narrow model of this config is valid")
+    for narrow in narrow_configs(config, window):
+        try:
+            with device:
+                model = _spread(AutoModelForCausalLM.from_config(narrow, dtype=torch.float32, trust_remote_code=False))
+                if model.config.get_text_config()._attn_implementation != "eager":
+                    model.set_attn_implementation("eager")
+            return model, _plain_outputs(model.eval(), _sequences(narrow))
+        except Exception as error:  # each family fails in its own way for a width that it does not have
+            failure = error
+    raise failure
+
+
+@torch.no_grad()
+def _spread(model: PreTrainedModel) -> PreTrainedModel:
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=SPREAD / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def _sequences(config: PreTrainedConfig) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    high = min(config.get_text_config().vocab_size, VOCABULARY) * 3 // 4  # without special tokens
+    return [torch.randint(3, high, (length,), generator=generator) for length in LENGTHS]
+
+
+def _objective(log_prob_N: Tensor, entropy_N: Tensor) -> Tensor:
+    weight_N = torch.linspace(-1.0, 1.5, len(log_prob_N), device=log_prob_N.device)
+    return (weight_N * (log_prob_N + 0.3 * entropy_N)).sum()
+
+
+def _plain_outputs(model: PreTrainedModel, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+    parts = []
+    for ids_T in (each.to(model.device) for each in sequences):
+        logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        log_prob_N = logits_TV.gather(1, ids_T[1:, None])[:, 0]
+        parts.append((log_prob_N, -(logits_TV.exp() * logits_TV).sum(-1)))
+    log_prob_N, entropy_N = (torch.cat(each) for each in zip(*parts, strict=True))
+    _objective(log_prob_N, entropy_N).backward()  # type: ignore[no-untyped-call]
+    return log_prob_N.detach(), entropy_N.detach()
+
+
+def _outputs(policy: PolicyModel, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+    device, lengths = policy.hf.device, [len(each) for each in sequences]
+    packed = Packed(torch.cat(sequences), lengths, device)
+    target_N = torch.ones(sum(lengths), dtype=torch.bool)
+    target_N[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
+    log_prob_N, entropy_N, _ = policy(packed, target_N.nonzero().squeeze(1).to(device), 1.0)
+    _objective(log_prob_N, entropy_N).backward()  # type: ignore[no-untyped-call]
+    return log_prob_N.detach(), entropy_N.detach()
+
+
+def _difference(seen: Tensor | None, wanted: Tensor | None) -> float:
+    """Norm of the difference relative to the wanted gradient's norm; infinite if only one of them exists."""
+    if wanted is None or not wanted.any():
+        return 0.0 if seen is None or not seen.any() else float("inf")
+    return float("inf") if seen is None else ((seen - wanted).norm() / wanted.norm()).item()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' advice on kernels and on configs, which concerns the narrow copy."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
