@@ -17,6 +17,7 @@ from rl_core.data.sources import load_source
 from rl_core.errors import InputError, TransientError
 from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm, load_tokenizer, stop_tokens
 from rl_core.models.lora import add_adapters
+from rl_core.models.parity import check_parity
 from rl_core.rewards.model import check_reward_model
 from rl_core.rewards.row_check import try_first_rows
 from rl_core.rewards.runner import check_scorers
@@ -128,6 +129,7 @@ def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
         model = empty_causal_lm(folder)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
+        check_parity(str(folder), config.max_length, home / "parity")
     if config.reward.model.path:
         check_reward_model(config.reward.model.path)
     check_scorers(config.reward, {})

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 VOCABULARY = 512
-_MIN_WIDTH = 64
+_MIN_WIDTH, _INNER = 64, 128
 _WINDOWS = ("window", "attention_chunk_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
@@ -25,15 +25,24 @@ def narrow_configs(config: PreTrainedConfig, window: int | None) -> Iterator[Pre
     """
     text = config.get_text_config()
     total = int(getattr(text, "num_hidden_layers", 0) or 0)
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None) or 1
-    divisors = [k for k in (32, 16, 8, 4, 2, 1) if text.hidden_size // k >= _MIN_WIDTH or k == 1]
-    divisors = [k for k in divisors if k == 1 or (isinstance(heads, int) and heads // k >= min(2, heads))]
-    for divisor in divisors:
+    for divisor in _divisors(text):
         whole = _narrow(config, divisor, total, window)
         layers = _kinds_of_layers(whole, total) if whole else total
         for count in dict.fromkeys((layers, total)):
             if narrow := _narrow(config, divisor, count, window):
                 yield narrow
+
+
+def _divisors(text: PreTrainedConfig) -> list[int]:
+    """Divisors of the widths, the largest first, that keep several heads and a grouping of them."""
+    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+
+    def keeps(divisor: int) -> bool:
+        several = not isinstance(heads, int) or heads // divisor >= 2
+        grouped = not isinstance(kv_heads, int) or kv_heads == 1 or kv_heads % divisor == 0
+        return text.hidden_size // divisor >= _MIN_WIDTH and several and grouped
+
+    return [*filter(keeps, (32, 16, 8, 4, 2)), 1]
 
 
 def _narrow(config: PreTrainedConfig, divisor: int, layers: int, window: int | None) -> PreTrainedConfig | None:
@@ -73,7 +82,9 @@ def _number(
         return min(value, max(8, 4 * chosen))
     if any(part in name for part in _WINDOWS):
         return value if window is None else min(value, window)
-    is_width = any(part in name for part in ("hidden_size", "heads", "n_embd", "d_model", "intermediate_size", "width"))
+    if "intermediate_size" in name and divisor > 1:
+        return min(value, _INNER)
+    is_width = any(part in name for part in ("hidden_size", "heads", "n_embd", "d_model", "width"))
     is_width = is_width or name in ("d_inner", "ffn_dim", "n_inner", "mamba_d_ssm", "conv_dim", "block_dim", "n_head")
     return value // divisor if is_width and value % divisor == 0 and value // divisor > 0 else value
 

@@ -5,13 +5,16 @@ in one batch with this project's modules, and each sequence alone with transform
 and all gradients must agree. Otherwise training would optimise another function than the exported model computes.
 """
 
+import hashlib
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 from torch import device as Device
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -25,6 +28,8 @@ LENGTHS = (7, 29, 16)
 WINDOW = 8
 TOLERANCE = 1e-3
 """Nats for log-probs and entropies; relative to its norm for a parameter's gradient."""
+MAX_PARAMETERS = 250_000_000
+"""Two copies of the model and their gradients are in memory: 4 GB."""
 SPREAD = 2.0
 """Standard deviation of a layer's output for inputs of unit variance: log-probs must be far from uniform."""
 
@@ -43,9 +48,15 @@ class Parity:
         return self.log_prob <= TOLERANCE and self.gradient <= TOLERANCE
 
 
-def check_parity(path: str, max_length: int) -> Parity:
-    """Parity of the checkpoint's family; raises InputError if it is not exact for sequences of `max_length` tokens."""
+def check_parity(path: str, max_length: int, cache: Path) -> None:
+    """Raises InputError if the checkpoint's family is not exact for sequences of up to `max_length` tokens.
+
+    The folder `cache` remembers exact configs for the installed versions.
+    """
     config = load_config(path)
+    kept = cache / _key(config, max_length)
+    if kept.is_file():
+        return
     fix = "use a model of another family; docs/models.md lists the exact ones"
     expected = f"a training forward pass that computes what transformers' {config.model_type} computes"
     try:
@@ -56,7 +67,14 @@ def check_parity(path: str, max_length: int) -> Parity:
     if not seen.is_exact:
         difference = f"log-probs differ by {seen.log_prob:.1e} nats, gradients by {seen.gradient:.1e} of their norm"
         raise InputError(expected, f"{difference} (limit {TOLERANCE:.0e})", f"config.json of {path}", fix)
-    return seen
+    cache.mkdir(exist_ok=True)
+    kept.touch()
+
+
+def _key(config: PreTrainedConfig, max_length: int) -> str:
+    own = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("attention", "load", "log_probs")]
+    content = [config.to_json_string(), _window(config, max_length), torch.__version__, transformers.__version__, *own]
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def parity(config: PreTrainedConfig, max_length: int, device: Device = torch.device("cpu")) -> Parity:
@@ -91,6 +109,10 @@ def _reference(
     failure: Exception = ValueError("no narrow model of this config is valid")
     for narrow in narrow_configs(config, window):
         try:
+            with torch.device("meta"):
+                size = AutoModelForCausalLM.from_config(narrow, trust_remote_code=False).num_parameters()
+            if size > MAX_PARAMETERS:
+                raise ValueError(f"no narrow model of this config has fewer than {MAX_PARAMETERS:,} parameters")
             with device:
                 model = _spread(AutoModelForCausalLM.from_config(narrow, dtype=torch.float32, trust_remote_code=False))
                 if model.config.get_text_config()._attn_implementation != "eager":
@@ -162,3 +184,23 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def narrow_model(config: PreTrainedConfig, max_length: int) -> PreTrainedModel:
+    """The narrow random model of transformers that `parity` compares with, with the same weights at each call."""
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(0)
+        return _reference(config, _window(config, max_length), torch.device("cpu"))[0]
+
+
+def rounding(config: PreTrainedConfig, dtype: torch.dtype) -> float:
+    """Largest difference in nats between the log-probs of a narrow model in `dtype` and in float32, on the CPU."""
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(0)
+        reference, (wanted_N, _) = _reference(config, None, torch.device("cpu"))
+        own = PolicyModel(causal_lm(reference.config))
+        own.hf.load_state_dict(reference.state_dict())
+        for parameter in own.parameters():
+            parameter.data = parameter.data.to(dtype)
+        log_prob_N, _ = _outputs(own, _sequences(reference.config))
+    return (log_prob_N - wanted_N).abs().max().item()

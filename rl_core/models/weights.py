@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from rl_core.errors import InputError
+from rl_core.models.conversion import Conversion, persistent_buffers
 from rl_core.models.lora import base_name, first_values, is_adapter
 
 
@@ -42,32 +43,32 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
     parameters of the module, such as a value head, start at zero. Raises InputError naming missing weights.
     """
     files = WeightFiles(folder)
-    found = {
-        name: _stored_name(base_name(name), model, files)
-        for name, _ in model.named_parameters()
-        if not is_adapter(name)
-    }
-    missing = [name for name, stored in found.items() if stored is None]
+    conversion = Conversion(model, files.file_of)
+    wanted = [base_name(name) for name, _ in model.named_parameters() if not is_adapter(name)]
+    missing = [name for name in wanted if name not in conversion.sources]
     if missing:
         raise InputError(
-            f"weights of all {len(found)} parameters of {type(model).__name__}",
+            f"weights of all {len(wanted)} parameters of {type(model).__name__}",
             f"no weights for {len(missing)} of them, such as {', '.join(missing[:3])}",
             str(folder),
             "use a checkpoint whose tensor names match the architecture's parameter names",
         )
+    model._weight_conversions = conversion.used  # `save_pretrained` reverts them
     module.to_empty(device=device)
     model.tie_weights()  # `to_empty` allocates a separate tensor for each name of a tied weight
     for part in model.modules():
         if any(True for _ in part.buffers(recurse=False)):
             model._init_weights(part)  # computed buffers, such as rotary frequencies, are not in the files
-    names = {parameter: found.get(name) for name, parameter in model.named_parameters()}
+    for name, buffer in persistent_buffers(model):
+        if name in conversion.sources:
+            buffer.copy_(conversion.read(name, slice(None), files.read))
+    names = {parameter: base_name(name) for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
-        stored = names.get(parameter)
-        if stored is not None:
-            _fill(parameter, partial(files.read, stored))
-        elif is_adapter(name):
+        if is_adapter(name):
             _fill(parameter, first_values(name, parameter.shape, generator).__getitem__)
+        elif parameter in names:
+            _fill(parameter, partial(conversion.read, names[parameter], read=files.read))
         else:
             nn.init.zeros_(parameter)
 
@@ -81,12 +82,6 @@ def _fill(parameter: nn.Parameter, read: Callable[[slice], Tensor]) -> None:
         target, start = target.to_local(), offset[0] if offset else 0
     if target.numel():
         target.copy_(read(slice(start, start + len(target)) if target.ndim else slice(None)))
-
-
-def _stored_name(name: str, model: PreTrainedModel, files: WeightFiles) -> str | None:
-    """Name of a parameter in the folder, with or without the base model's prefix."""
-    prefix = f"{model.base_model_prefix}."
-    return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in files.file_of), None)
 
 
 def _names(file: Path) -> Iterator[str]:
