@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from rl_core.models.conversion import Conversion
 from rl_core.models.load import PolicyModel, empty_causal_lm
-from rl_core.models.parity import TOLERANCE, narrow_model, parity
+from rl_core.models.parity import narrow_model, parity
 from rl_core.models.weights import WeightFiles, load_weights
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -36,6 +36,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"lm_head_multiplier": 0.5},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "mistral": {"sliding_window": 4096},
+    "ministral": {"head_dim": 128},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "moe_topk": 2, "num_experts": 8},
+    "nemotron": {"num_key_value_heads": 8},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
+    "dots1": {"n_routed_experts": 32, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
 }
 """Settings of a family's config beyond transformers' default."""
 
@@ -83,7 +89,7 @@ def examine(family: str, push: bool) -> Row:
         return Row(family, "–", "–", "–", "–", f"refused: {_line(error)}")
     numbers = f"{seen.log_prob:.0e}", f"{seen.gradient:.0e}"
     if not seen.is_exact:
-        return Row(family, *numbers, "–", "–", f"refused: above the limit of {TOLERANCE:.0e}")
+        return Row(family, *numbers, "–", "–", f"refused: above the limit of {seen.limit:.0e}")
     with tempfile.TemporaryDirectory() as directory:
         narrow_model(config_of(family), MAX_LENGTH).save_pretrained(directory)
         trip = round_trip(Path(directory))

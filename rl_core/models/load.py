@@ -28,6 +28,8 @@ _NO_SHAPE = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 """Config entries that are independent of the architecture."""
 PACKED_LAYERS = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
 """Kinds of layers in which only attention mixes tokens."""
+NO_LAYOUT = {"nemotron"}
+"""Families whose layers do not pass unknown arguments, such as the layout of a packed row, on to attention."""
 
 
 def check_model_folder(path: str) -> Path:
@@ -175,7 +177,14 @@ def takes_packed_rows(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
     recurrent = model._is_stateful or kinds - PACKED_LAYERS or any(isinstance(m, nn.Conv1d) for m in model.modules())
-    return model._supports_attention_backend and not recurrent
+    return model._supports_attention_backend and not recurrent and config.model_type not in NO_LAYOUT
+
+
+def body(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head."""
+    found = model.base_model
+    # Some families name a part as the base model that exists in their multimodal sibling only.
+    return cast(PreTrainedModel, model.get_submodule("model") if found is model else found)
 
 
 def is_packed(model: PreTrainedModel) -> bool:
@@ -261,7 +270,7 @@ class PolicyModel(nn.Module):
     def forward(self, packed: Packed, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob, entropy and Σ_v π_v², each [N] float32, for the packed tokens at indices `target_N` [N], given the
         tokens before them."""
-        hidden_nD, label_n, own_N = packed.hidden_states(cast(PreTrainedModel, self.hf.base_model), target_N)
+        hidden_nD, label_n, own_N = packed.hidden_states(body(self.hf), target_N)
         head = cast(nn.Linear, self.hf.get_output_embeddings())
         values = self._log_probs(hidden_nD, head.weight, head.bias, label_n, temperature, self._logits)
         log_prob_N, entropy_N, square_N = (packed.gather(each, own_N) for each in values)
@@ -273,7 +282,7 @@ class ValueModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.hf = cast(PreTrainedModel, model.base_model)
+        self.hf = body(model)
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, device="meta")
 
     def forward(self, packed: Packed, target_N: Tensor) -> Tensor:

@@ -61,18 +61,20 @@ def _changed(values: dict[str, Any], divisor: int, total: int, layers: int, wind
             is_part = "model_type" in value
             value = _changed(value, divisor, total, layers, window) if is_part else value
         elif isinstance(value, list) and len(value) == total > 1:
-            value = value[:layers]
+            value = [_value(name, each, values, divisor, total, layers, window) for each in value[:layers]]
         elif name.endswith(("_token_id", "_token_index", "_token_ids")):
             value = _special(value, values.get("vocab_size") or 0)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            value = _number(name, value, values, divisor, total, layers, window)
+        else:
+            value = _value(name, value, values, divisor, total, layers, window)
         changed[name] = value
     return changed
 
 
-def _number(
-    name: str, value: int, values: dict[str, Any], divisor: int, total: int, layers: int, window: int | None
-) -> int:
+def _value(
+    name: str, value: Any, values: dict[str, Any], divisor: int, total: int, layers: int, window: int | None
+) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
     if name in _LAYERS:
         return layers if value == total else min(value, 2)
     if name.startswith("vocab_size"):

@@ -56,9 +56,7 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
     model._weight_conversions = conversion.used  # `save_pretrained` reverts them
     module.to_empty(device=device)
     model.tie_weights()  # `to_empty` allocates a separate tensor for each name of a tied weight
-    for part in model.modules():
-        if any(True for _ in part.buffers(recurse=False)):
-            model._init_weights(part)  # computed buffers, such as rotary frequencies, are not in the files
+    _compute_buffers(model, model)
     for name, buffer in persistent_buffers(model):
         if name in conversion.sources:
             buffer.copy_(conversion.read(name, slice(None), files.read))
@@ -71,6 +69,15 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
             _fill(parameter, partial(conversion.read, names[parameter], read=files.read))
         else:
             nn.init.zeros_(parameter)
+
+
+def _compute_buffers(part: nn.Module, owner: PreTrainedModel) -> None:
+    """Computes buffers that are not in the files, such as rotary frequencies, by the rules of the innermost model."""
+    owner = part if isinstance(part, PreTrainedModel) else owner
+    if any(True for _ in part.buffers(recurse=False)):
+        owner._init_weights(part)
+    for child in part.children():
+        _compute_buffers(child, owner)
 
 
 @torch.no_grad()
