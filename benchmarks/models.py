@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoe": {"logits_scaling": 4.0},
     "granitemoehybrid": {"logits_scaling": 4.0, "layer_types": ["mamba", "attention"] * 16},
     "falcon_h1": {"lm_head_multiplier": 0.5},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "mistral": {"sliding_window": 4096},
     "ministral": {"head_dim": 128},
@@ -140,7 +141,13 @@ def push(folder: Path) -> float:
     from rl_core.models.load import Packed
     from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29555",
+    }
     dist.init_process_group("gloo")
     policy = PolicyModel(empty_causal_lm(folder))
     load_weights(policy, policy.hf, folder, torch.device("cpu"))
@@ -153,7 +160,7 @@ def push(folder: Path) -> float:
     ids = torch.randint(3, 300, (24,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         seen = policy(Packed(ids, [len(ids)], torch.device("cpu")), torch.arange(1, len(ids)), 1.0)[0]
-    return (torch.tensor(engine.log_probs(ids.tolist())) - seen).abs().max().item()
+    return float((torch.tensor(engine.log_probs(ids.tolist())) - seen).abs().max())
 
 
 def _line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,8 @@ class Conversion:
         converter = deepcopy(source.converter)
         for pattern, names in source.names.items():
             chosen = names[rows] if by_expert else names
-            converter.collected_tensors[pattern] = [partial(read, each, slice(None)) for each in chosen]
+            parts: list[Any] = [partial(read, each, slice(None)) for each in chosen]  # read when they are converted
+            converter.collected_tensors[pattern] = parts
         values = converter.convert(name, model=self._model, config=self._model.config)
         value = values.get(name, next(iter(values.values())))
         whole: Tensor = value[0] if isinstance(value, list) else value

@@ -272,7 +272,7 @@ class PolicyModel(nn.Module):
         tokens before them."""
         hidden_nD, label_n, own_N = packed.hidden_states(body(self.hf), target_N)
         head = cast(nn.Linear, self.hf.get_output_embeddings())
-        values = self._log_probs(hidden_nD, head.weight, head.bias, label_n, temperature, self._logits)
+        values = self._log_probs(hidden_nD, head.weight, label_n, temperature, head.bias, self._logits)
         log_prob_N, entropy_N, square_N = (packed.gather(each, own_N) for each in values)
         return log_prob_N, entropy_N, square_N
 

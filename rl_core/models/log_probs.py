@@ -1,8 +1,9 @@
 """Log-probs, entropies and Σπ² of tokens from hidden states, with one chunk of logits in memory at a time.
 
-With z = f(logits) / temperature and the family's f(l) = cap · tanh(scale · l / cap) (`LogitTransform`), p = softmax(z) and lse = log Σ exp z: log p(y) = z_y − lse, entropy H = lse − Σ p·z.
-Their gradients are ∂ log p(y) / ∂z = 1[y] − p and ∂H / ∂z = −p · (z − lse + H). The backward pass recomputes the logits
-from the hidden states, so only three numbers per token are stored between the passes instead of a vocabulary row.
+With z = f(logits) / temperature, p = softmax(z) and lse = log Σ exp z: log p(y) = z_y − lse, entropy H = lse − Σ p·z.
+Here f(l) = cap · tanh(scale · l / cap) is the family's transform of its head's output (`LogitTransform`). The gradients
+are ∂ log p(y) / ∂z = 1[y] − p and ∂H / ∂z = −p · (z − lse + H). The backward pass recomputes the logits from the hidden
+states, so only three numbers per token are stored between the passes instead of a vocabulary row.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from torch import Tensor
 
 LOGIT_CHUNK = 2048
 """Tokens per chunk of logits: [2048, vocabulary] instead of [tokens, vocabulary]."""
-
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,13 @@ class LogitTransform:
         return of_transformed_NV * self.scale if self.scale != 1.0 else of_transformed_NV
 
 
+IDENTITY = LogitTransform()
+
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def token_statistics(
-    logits_NV: Tensor, label_N: Tensor, scale: float, transform: LogitTransform = LogitTransform()
+    logits_NV: Tensor, label_N: Tensor, scale: float, transform: LogitTransform = IDENTITY
 ) -> Statistics:
     """Log-prob of the label, entropy, Σπ² and log Σ exp of softmax(f(logits) · scale), each [N] float32."""
     z_NV = transform(logits_NV.float()) * scale
@@ -64,7 +66,7 @@ def logit_gradient(
     entropy_N: Tensor,
     of_log_prob: Tensor,
     of_entropy: Tensor,
-    transform: LogitTransform = LogitTransform(),
+    transform: LogitTransform = IDENTITY,
 ) -> Tensor:
     """Gradient [N, V] of the logits, in their dtype, from the gradients of log-prob and entropy [N]."""
     transformed_NV = transform(logits_NV.float())
@@ -156,10 +158,10 @@ class ChunkedLogProbs:
         self,
         hidden_ND: Tensor,
         weight_VD: Tensor,
-        bias_V: Tensor | None,
         label_N: Tensor,
         temperature: float,
-        transform: LogitTransform,
+        bias_V: Tensor | None = None,
+        transform: LogitTransform = IDENTITY,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob of each label, entropy and Σπ² (no gradient), each [N] float32."""
         result: tuple[Tensor, Tensor, Tensor] = _ChunkedLogProbs.apply(

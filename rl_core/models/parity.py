@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor
-from torch import device as Device
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rl_core.errors import InputError
 from rl_core.models.load import Packed, PolicyModel, causal_lm, load_config
 from rl_core.models.narrow import VOCABULARY, narrow_configs
 
+CPU = torch.device("cpu")
 LENGTHS = (7, 29, 16)
 """Tokens of the sequences; with a window of `WINDOW`, two of them are longer."""
 WINDOW = 8
@@ -39,8 +39,8 @@ SPREAD = 2.0
 
 @dataclass(frozen=True)
 class Parity:
-    """Largest differences to transformers: of log-probs and entropies in nats, and of the parameters' gradients relative
-    to their norms. `limit` is `TOLERANCE`, or more for a model that amplifies rounding errors."""
+    """Largest differences to transformers: of log-probs and entropies in nats, of the parameters' gradients relative to
+    their norms. `limit` is `TOLERANCE`, or more for a model that amplifies rounding errors."""
 
     log_prob: float
     gradient: float
@@ -81,7 +81,7 @@ def _key(config: PreTrainedConfig, max_length: int) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def parity(config: PreTrainedConfig, max_length: int, device: Device = torch.device("cpu")) -> Parity:
+def parity(config: PreTrainedConfig, max_length: int, device: torch.device = CPU) -> Parity:
     """Differences between the training modules and transformers for a narrow model of this config, in float32.
 
     Windows of at least `max_length` tokens stay longer than the sequences, all others become shorter.
@@ -120,7 +120,7 @@ def _window(config: PreTrainedConfig, max_length: int) -> int | None:
 
 
 def _reference(
-    config: PreTrainedConfig, window: int | None, device: Device
+    config: PreTrainedConfig, window: int | None, device: torch.device
 ) -> tuple[PreTrainedModel, tuple[Tensor, Tensor]]:
     """The narrowest model that transformers builds and runs, with its outputs for the sequences and its gradients."""
     failure: Exception = ValueError("no narrow model of this config is valid")
@@ -170,7 +170,7 @@ def _plain_outputs(model: PreTrainedModel, sequences: list[Tensor]) -> tuple[Ten
         log_prob_N = logits_TV.gather(1, ids_T[1:, None])[:, 0]
         parts.append((log_prob_N, -(logits_TV.exp() * logits_TV).sum(-1)))
     log_prob_N, entropy_N = (torch.cat(each) for each in zip(*parts, strict=True))
-    _objective(log_prob_N, entropy_N).backward()  # type: ignore[no-untyped-call]
+    _objective(log_prob_N, entropy_N).backward()
     return log_prob_N.detach(), entropy_N.detach()
 
 
@@ -180,7 +180,7 @@ def _outputs(policy: PolicyModel, sequences: list[Tensor]) -> tuple[Tensor, Tens
     target_N = torch.ones(sum(lengths), dtype=torch.bool)
     target_N[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
     log_prob_N, entropy_N, _ = policy(packed, target_N.nonzero().squeeze(1).to(device), 1.0)
-    _objective(log_prob_N, entropy_N).backward()  # type: ignore[no-untyped-call]
+    _objective(log_prob_N, entropy_N).backward()
     return log_prob_N.detach(), entropy_N.detach()
 
 
@@ -190,9 +190,8 @@ def _gradient_difference(own: PreTrainedModel, reference: PreTrainedModel) -> fl
     wanted = {name: _zeros_if_none(each) for name, each in reference.named_parameters()}
     total = torch.stack([each.norm() for each in wanted.values()]).norm().item()
     seen = {name: _zeros_if_none(each) for name, each in own.named_parameters()}
-    return max(
-        (seen[name] - each).norm().item() / max(each.norm().item(), 1e-3 * total) for name, each in wanted.items()
-    )
+    norms = {name: max(each.norm().item(), 1e-3 * total) for name, each in wanted.items()}
+    return max(float((seen[name] - each).norm()) / norms[name] for name, each in wanted.items())
 
 
 def _zeros_if_none(parameter: torch.nn.Parameter) -> Tensor:
@@ -217,14 +216,14 @@ def narrow_model(config: PreTrainedConfig, max_length: int) -> PreTrainedModel:
     """The narrow random model of transformers that `parity` compares with, with the same weights at each call."""
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(0)
-        return _reference(config, _window(config, max_length), torch.device("cpu"))[0]
+        return _reference(config, _window(config, max_length), CPU)[0]
 
 
 def rounding(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     """Largest difference in nats between the log-probs of a narrow model in `dtype` and in float32, on the CPU."""
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(0)
-        reference, (wanted_N, _) = _reference(config, None, torch.device("cpu"))
+        reference, (wanted_N, _) = _reference(config, None, CPU)
         own = PolicyModel(causal_lm(copy.deepcopy(reference.config)))
         own.hf.load_state_dict(reference.state_dict())
         for parameter in own.parameters():

@@ -53,7 +53,7 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
             str(folder),
             "use a checkpoint whose tensor names match the architecture's parameter names",
         )
-    model._weight_conversions = conversion.used  # `save_pretrained` reverts them
+    setattr(model, "_weight_conversions", conversion.used)  # noqa: B010  # `save_pretrained` reverts them
     module.to_empty(device=device)
     model.tie_weights()  # `to_empty` allocates a separate tensor for each name of a tied weight
     _compute_buffers(model, model)

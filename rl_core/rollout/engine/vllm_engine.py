@@ -174,6 +174,8 @@ class VLLMEngine:
         with _unwrapped(model):
             if self._as_stored:
                 return set(model.load_weights(weights))
+            if not self._on_gpu:
+                _rebuild_expert_kernels(model)
             initialize_layerwise_reload(model)
             written = set(model.load_weights(weights))
             finalize_layerwise_reload(model, self._runner.model_config)
@@ -236,6 +238,14 @@ def _keeps_layout(model: torch.nn.Module, llm: LLM) -> bool:
     """
     plain = llm.llm_engine.model_config.quantization is None
     return plain and not any("MoE" in type(module).__name__ for module in model.modules())
+
+
+def _rebuild_expert_kernels(model: torch.nn.Module) -> None:
+    """Makes the reload build the experts' kernels again: vLLM's CPU kernels repack weights only when they are built."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 @contextmanager
