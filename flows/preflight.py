@@ -15,9 +15,17 @@ from rl_core.console import Console
 from rl_core.data.dataset import check_tokenizer
 from rl_core.data.sources import load_source
 from rl_core.errors import InputError, TransientError
-from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm, load_tokenizer, stop_tokens
+from rl_core.models.load import (
+    check_model_folder,
+    check_sequence_parallel,
+    check_shape,
+    empty_causal_lm,
+    load_tokenizer,
+    stop_tokens,
+)
 from rl_core.models.lora import add_adapters
 from rl_core.models.parity import check_parity
+from rl_core.models.template import change_template
 from rl_core.rewards.model import check_reward_model
 from rl_core.rewards.row_check import try_first_rows
 from rl_core.rewards.runner import check_scorers
@@ -123,10 +131,12 @@ def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
     if config.model.path != "tiny":
         folder = check_model_folder(config.model.path)
         tokenizer = load_tokenizer(folder)
+        change_template(tokenizer, config.model.chat_template, config.data.chat_template_kwargs)
         check_tokenizer(tokenizer, config.model.path)
         chat_template(tokenizer, schemas, config.agent, stop_tokens(folder))
         check_shape(folder, config.max_length, config.rollout.tensor_parallel_size)
         model = empty_causal_lm(folder)
+        check_sequence_parallel(model, config.fsdp.sequence_parallel_size)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
         check_parity(str(folder), config.max_length, home / "parity")

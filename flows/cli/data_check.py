@@ -81,8 +81,10 @@ def _tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
 
         return build_tokenizer()
     from rl_core.models.load import load_tokenizer  # takes seconds
+    from rl_core.models.template import change_template
 
     tokenizer = load_tokenizer(Path(config.model.path).expanduser())
+    change_template(tokenizer, config.model.chat_template, config.data.chat_template_kwargs)
     check_tokenizer(tokenizer, config.model.path)
     return tokenizer
 

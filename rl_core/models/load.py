@@ -48,9 +48,17 @@ def check_model_folder(path: str) -> Path:
     except (ValueError, RecursionError) as error:
         raise InputError("a config.json with valid JSON", str(error), where, fix) from error
     try:
-        load_config(folder)
+        config = load_config(folder)
     except InputError as error:
         raise InputError(error.expected, error.seen, where, error.fix) from error
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise InputError(
+            "weights in float32, bfloat16 or float16",
+            f"a quantised checkpoint ({method or 'quantization_config'})",
+            where,
+            "use the checkpoint in bfloat16, or convert this one with the tools of its quantisation",
+        )
     return folder
 
 
@@ -104,6 +112,19 @@ def check_shape(path: str | Path, max_length: int, tensor_parallel_size: int) ->
             f"num_attention_heads={heads}",
             where,
             "set another rollout.tensor_parallel_size",
+        )
+
+
+def check_sequence_parallel(model: PreTrainedModel, size: int) -> None:
+    """Raises InputError if several ranks are to share a sequence and the model cannot: its layers need whole rows, or
+    its attention has sinks."""
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if size > 1 and (sinks or not is_packed(model)):
+        raise InputError(
+            "a model whose sequences several ranks can share",
+            f"{model.config.get_text_config().model_type}, which has " + ("sinks" if sinks else "padded rows"),
+            f"fsdp.sequence_parallel_size={size}",
+            "set fsdp.sequence_parallel_size=1",
         )
 
 

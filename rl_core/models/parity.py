@@ -191,7 +191,8 @@ def _gradient_difference(own: PreTrainedModel, reference: PreTrainedModel) -> fl
     total = torch.stack([each.norm() for each in wanted.values()]).norm().item()
     seen = {name: _zeros_if_none(each) for name, each in own.named_parameters()}
     norms = {name: max(each.norm().item(), 1e-3 * total) for name, each in wanted.items()}
-    return max(float((seen[name] - each).norm()) / norms[name] for name, each in wanted.items())
+    differences = torch.tensor([(seen[name] - each).norm().item() / norms[name] for name, each in wanted.items()])
+    return differences.max().item()
 
 
 def _zeros_if_none(parameter: torch.nn.Parameter) -> Tensor:

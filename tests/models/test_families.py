@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from benchmarks.models import MAX_LENGTH, WORKING, config_of, examine
 from rl_core.errors import InputError
 from rl_core.models import load, parity
+from rl_core.models.attention import Layout
 from rl_core.models.conversion import Conversion
 from rl_core.models.load import PolicyModel, empty_causal_lm
 from rl_core.models.log_probs import ChunkedLogProbs, LogitTransform
