@@ -56,10 +56,10 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
     setattr(model, "_weight_conversions", conversion.used)  # noqa: B010  # `save_pretrained` reverts them
     module.to_empty(device=device)
     model.tie_weights()  # `to_empty` allocates a separate tensor for each name of a tied weight
-    _compute_buffers(model, model)
-    for name, buffer in persistent_buffers(model):
-        if name in conversion.sources:
-            buffer.copy_(conversion.read(name, slice(None), files.read))
+    stored = {name: buffer for name, buffer in persistent_buffers(model) if name in conversion.sources}
+    _compute_buffers(model, model, {id(buffer) for buffer in stored.values()})
+    for name, buffer in stored.items():
+        buffer.copy_(conversion.read(name, slice(None), files.read))
     names = {parameter: base_name(name) for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
@@ -71,13 +71,13 @@ def load_weights(module: nn.Module, model: PreTrainedModel, folder: Path, device
             nn.init.zeros_(parameter)
 
 
-def _compute_buffers(part: nn.Module, owner: PreTrainedModel) -> None:
+def _compute_buffers(part: nn.Module, owner: PreTrainedModel, stored: set[int]) -> None:
     """Computes buffers that are not in the files, such as rotary frequencies, by the rules of the innermost model."""
     owner = part if isinstance(part, PreTrainedModel) else owner
-    if any(True for _ in part.buffers(recurse=False)):
+    if any(id(buffer) not in stored for buffer in part.buffers(recurse=False)):
         owner._init_weights(part)
     for child in part.children():
-        _compute_buffers(child, owner)
+        _compute_buffers(child, owner, stored)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ gradient is the same for every split into micro-batches and over ranks.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -195,6 +195,12 @@ class TrainEngine:
         if output is not None and output.weight is embedding.weight:
             # Tied weights are listed once; without an update of the head, a rollout engine would keep its old copy.
             yield "lm_head.weight", self._whole(cast(nn.Parameter, embedding.weight))
+
+    def in_dtype(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The named weights in `dtype`; buffers, such as routing biases, keep their own, as in the forward pass."""
+        buffers = {name for name, _ in persistent_buffers(self.model)}
+        for name, tensor in weights:
+            yield name, tensor if name in buffers else tensor.to(dtype)
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields PEFT name and whole tensor of each adapter weight; collective over all ranks."""

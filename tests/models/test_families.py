@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import CPU
+from support import CPU, policy_engine
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from benchmarks.models import MAX_LENGTH, WORKING, config_of, examine
 from rl_core.errors import InputError
@@ -18,6 +18,9 @@ from rl_core.models.load import PolicyModel, empty_causal_lm
 from rl_core.models.log_probs import ChunkedLogProbs, LogitTransform
 from rl_core.models.parity import WINDOW, check_parity, narrow_model
 from rl_core.models.weights import WeightFiles, load_weights
+from rl_core.storage.store import Store
+from rl_core.training.mesh import RankMesh
+from rl_core.training.sharded_checkpoint import export_model
 
 EXACT = [
     *("qwen2", "gemma2", "gemma3_text", "granite", "cohere", "phi", "nemotron"),  # soft-caps, windows, scales, biases
@@ -141,3 +144,23 @@ def test_a_shard_of_experts_reads_its_own_experts_only(tmp_path: Path) -> None:
     assert torch.equal(part, policy.hf.get_parameter(name)[3:5])
     experts = {f"model.layers.0.mlp.experts.{i}.{half}_proj.weight" for i in (3, 4) for half in ("gate", "up")}
     assert read == experts
+
+
+def test_routing_biases_keep_their_dtype_in_pushes_and_exports(tmp_path: Path, rank_mesh: RankMesh) -> None:
+    source = narrow_model(config_of("glm4_moe"), MAX_LENGTH)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias_E = torch.linspace(0.1, 0.7, source.get_buffer(name).numel())
+    source.get_buffer(name).copy_(bias_E)
+    source.save_pretrained(tmp_path / "model")
+    engine = policy_engine(tmp_path / "model", rank_mesh)
+    pushed = dict(engine.in_dtype(engine.full_parameters(), torch.bfloat16))
+    assert torch.equal(pushed[name], bias_E)
+    assert pushed["model.norm.weight"].dtype == torch.bfloat16
+    store = Store(str(tmp_path / "store"))
+    export_model(engine, "bfloat16", tmp_path / "model", store, "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "store" / "export", dtype="auto")
+    stored = WeightFiles(tmp_path / "store" / "export")
+    assert torch.equal(stored.read(name, slice(None)), bias_E)
+    names = {each for each, _ in source.named_parameters()}
+    for each in names:
+        assert torch.equal(exported.get_parameter(each), source.get_parameter(each).bfloat16()), each
