@@ -128,8 +128,10 @@ def tokenizer_of(config: RunConfig) -> "PreTrainedTokenizerBase":
 
         return build_tokenizer()
     from rl_core.models.load import check_model_folder, load_tokenizer  # takes seconds
+    from rl_core.models.template import change_template
 
     tokenizer = load_tokenizer(check_model_folder(config.model.path))
+    change_template(tokenizer, config.model.chat_template, config.data.chat_template_kwargs)
     check_tokenizer(tokenizer, config.model.path)
     return tokenizer
 

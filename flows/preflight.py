@@ -11,9 +11,16 @@ from rl_core.config.compose import Composed
 from rl_core.config.schema import RunConfig
 from rl_core.data.dataset import check_tokenizer
 from rl_core.errors import InputError
-from rl_core.models.load import check_model_folder, check_shape, empty_causal_lm, load_tokenizer, stop_tokens
+from rl_core.models.load import (
+    check_model_folder,
+    check_sequence_parallel,
+    check_shape,
+    empty_causal_lm,
+    load_tokenizer,
+    stop_tokens,
+)
 from rl_core.models.lora import add_adapters
-from rl_core.models.weights import check_weights
+from rl_core.models.template import change_template
 from rl_core.rewards.model import check_reward_model
 from rl_core.rollout.agent.responders import chat_template
 
@@ -40,24 +47,30 @@ def preflight(composed: Composed, home: Path, resuming: bool = False) -> None:
     schemas = first_checks(composed.config, home, resuming)
     if not resuming:
         check_rows(composed.config, schemas)
-    check_parts(composed.config, schemas)
+    check_parts(composed.config, schemas, home)
 
 
-def check_parts(config: RunConfig, schemas: list[dict[str, Any]]) -> None:
+def check_parts(config: RunConfig, schemas: list[dict[str, Any]], home: Path) -> None:
     """Raises InputError for the first unusable part: model, chat template, reward model, functions, device.
 
-    `schemas` are those of the run's tools.
+    `schemas` are those of the run's tools; `home` remembers families that passed `check_parity`.
     """
     if config.model.path != "tiny":
+        from rl_core.models.parity import check_parity  # imports transformers' model code, which takes seconds
+        from rl_core.models.weights import check_weights
+
         folder = check_model_folder(config.model.path)
         tokenizer = load_tokenizer(folder)
+        change_template(tokenizer, config.model.chat_template, config.data.chat_template_kwargs)
         check_tokenizer(tokenizer, config.model.path)
         chat_template(tokenizer, schemas, config.agent, stop_tokens(folder))
         check_shape(folder, config.max_length, config.rollout.tensor_parallel_size)
         model = empty_causal_lm(folder)
         check_weights(model, folder)
+        check_sequence_parallel(model, config.fsdp.sequence_parallel_size)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
+        check_parity(str(folder), config.max_length, home / "parity")
     if config.reward.model.path:
         check_reward_model(config.reward.model.path)
     ESTIMATORS.resolve(config.algorithm.estimator)

@@ -13,7 +13,7 @@ from rl_core.storage import run_files
 from rl_core.storage.manifest import Json
 from tasks.export import export
 from tasks.registry.registry import CHAMPION
-from tasks.runs.run import committed_records, runs_root
+from tasks.runs.run import runs_root, sampled_records
 from tasks.session.session import Session
 from tasks.stage import stage
 
@@ -37,7 +37,7 @@ def evaluate(session: Session, step: int) -> dict[str, float]:
 
 
 def _no_progress(session: Session, after: Json) -> list[str]:
-    steps = [record["metrics"] for record in committed_records(session.store)]
+    steps = [record["metrics"] for record in sampled_records(session.store)]
     return training_warnings(steps) + score_warnings(session.store.read_json(run_files.evaluation(0)), after)
 
 

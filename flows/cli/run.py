@@ -121,7 +121,7 @@ def _check(options: argparse.Namespace, composed: Composed, home: Path) -> tuple
         check_rows(composed.config, schemas)
     from flows.preflight import check_parts
 
-    check_parts(composed.config, schemas)
+    check_parts(composed.config, schemas, home)
     options.resume_hint = _resume_command(options, name)
     return store, server
 

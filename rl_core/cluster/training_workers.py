@@ -216,7 +216,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         """Sends all weights to the rollout pool over NCCL, or through Ray's object store; then rank 0 returns the
         references to fetch."""
         dtype = DTYPES[self.config.model.dtype]
-        whole = ((name, tensor.to(dtype)) for name, tensor in self.actor.full_parameters())
+        whole = self.actor.in_dtype(self.actor.full_parameters(), dtype)
         refs: list[ray.ObjectRef[Any]] = []
         if dist.get_rank() > 0:
             deque(whole, maxlen=0)  # participate in the gather

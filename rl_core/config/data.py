@@ -46,6 +46,8 @@ class DataConfig(SourceConfig):
     """Maximum tokens of a prompt; `drop` decides what happens to rows with a longer one."""
     max_response_length: int = Field(512, ge=1, le=MAX_COUNT)
     """Maximum tokens of a response, including its end token."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field({})
+    """Variables of the chat template, as in `{enable_thinking: false}`; exports have them in their template."""
     drop: tuple[DropReason, ...] = ()
     """Kinds of rows that are dropped, counted and listed in a file: malformed (not a valid row), overlong (prompt too
     long), duplicate (same prompt as an earlier row), held_out (training prompt that is also held out). Kinds that are

@@ -42,7 +42,7 @@ class RolloutConfig(Section):
     """Share of a GPU's memory that the engine may use (weights and key/value cache)."""
     canary_tolerance: float = Field(1e-3, gt=0, le=MAX_VALUE)
     """Maximum absolute difference of log-probs between trainer and engine after a weight push; above it training
-    stops."""
+    stops. In bfloat16 the limit is at least 4 times the rounding error of a narrow model of the family."""
 
 
 class AgentConfig(Section):

@@ -79,6 +79,9 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: str = "tiny"
     """Folder of a Hugging Face checkpoint, or `tiny` for the offline model built in code."""
+    chat_template: str | None = None
+    """Chat template instead of the checkpoint's own: a Jinja file, or `chatml`, which is append-only. Exports have it
+    too."""
     tiny: TinyModelConfig = TinyModelConfig()
     """Size of the offline model; used only with model.path=tiny."""
     lora: LoraConfig = LoraConfig()

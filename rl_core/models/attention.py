@@ -85,7 +85,7 @@ class Layout:
         return self.row.place_T[index] if self.row else index
 
     @cached_property
-    def padded(self) -> tuple[Tensor, Tensor]:
+    def _padded(self) -> tuple[Tensor, Tensor]:
         """Indices [B, longest] of the padded view's positions in the packed row (0 on padding), and indices [K] of the
         packed tokens in the flattened padded view."""
         starts_B, length_B = self.cu_seqlens[:-1].long(), self.cu_seqlens.diff()
@@ -94,6 +94,24 @@ class Layout:
         gather_BL = self.in_row(torch.where(real_BL, starts_B[:, None] + position_L, 0))
         scatter_T = real_BL.flatten().nonzero().squeeze(1)
         return gather_BL, scatter_T[self.row.kept_K] if self.row else scatter_T
+
+    def pad(self, values_K: Tensor) -> Tensor:
+        """Values [K, ...] of the row's tokens as [B, longest, ...], right-padded with those of the first token."""
+        gather_BL, _ = self._padded
+        # Not `values_K[gather_BL]`: its gradient adds rows that are gathered several times in any order if there are
+        # threads.
+        return values_K.index_select(0, gather_BL.flatten()).unflatten(0, gather_BL.shape)
+
+    def unpad(self, values_BL: Tensor) -> Tensor:
+        """The inverse of `pad`: values [B, longest, ...] as [K, ...]."""
+        values_K: Tensor = values_BL.flatten(0, 1)[self._padded[1]]
+        return values_K
+
+    def visible(self, window: int | None) -> Tensor:
+        """Mask [longest, longest] of the tokens that a token attends to: itself and those before it in the window."""
+        position_L = torch.arange(self.longest, device=self.cu_seqlens.device)
+        distance_LL = position_L[:, None] - position_L
+        return (distance_LL >= 0) & (distance_LL < (self.longest if window is None else window))
 
 
 def packed_attention(
@@ -105,23 +123,28 @@ def packed_attention(
     scaling: float,
     layout: Layout,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention over one packed row: query [1, heads, T, D], key and value [1, kv heads, T, D] → [1, T, heads, D].
 
-    Raises ValueError for a sliding window shorter than the longest sequence, which is not supported.
+    A token attends to itself and the `sliding_window` − 1 tokens before it. Scores are limited to ±`softcap` by a tanh;
+    `s_aux` [heads] are the scores of sinks, which take part in the softmax and have no value. Raises ValueError for
+    sinks with sequence parallelism, which is not supported.
     """
-    if sliding_window is not None and sliding_window < layout.longest:
-        raise ValueError(
-            f"sliding-window attention ({sliding_window}) shorter than a sequence ({layout.longest}) is not supported"
-        )
+    if s_aux is not None and layout.parallel is not None:
+        raise ValueError("attention sinks are not supported with fsdp.sequence_parallel_size above 1")
+    window = sliding_window if sliding_window is not None and sliding_window < layout.longest else None
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.parallel is not None:
         query_THD, key_THD, value_THD = _exchanged(layout.parallel, query_THD, key_THD, value_THD)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        out_THD = _varlen(query_THD, key_THD, value_THD, layout, scaling)
+    if softcap is not None or s_aux is not None:
+        out_THD = _explicit(query_THD, key_THD, value_THD, layout, scaling, window, softcap, s_aux)
+    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        out_THD = _varlen(query_THD, key_THD, value_THD, layout, scaling, window)
     else:
-        out_THD = _padded(query_THD, key_THD, value_THD, layout, scaling)
+        out_THD = _padded(query_THD, key_THD, value_THD, layout, scaling, window)
     if layout.parallel is not None:
         out_THD = layout.parallel.to_tokens(out_THD)
     return out_THD.unsqueeze(0), None
@@ -137,31 +160,61 @@ def _exchanged(parallel: SequenceParallel, query_THD: Tensor, key_THD: Tensor, v
     return [parallel.to_heads(x) for x in (query_THD, key_THD, value_THD)]
 
 
-def _varlen(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, scaling: float) -> Tensor:
+def _varlen(
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, scaling: float, window: int | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, which takes a second
 
     groups = query_THD.shape[1] // key_THD.shape[1]
     key_THD, value_THD = (x.repeat_interleave(groups, dim=1) for x in (key_THD, value_THD))
     cu, longest = layout.cu_seqlens, layout.longest
-    if layout.row:
-        query_THD, key_THD, value_THD = (x[layout.row.place_T] for x in (query_THD, key_THD, value_THD))
+    before = -1 if window is None else window - 1
     out_THD: Tensor = varlen_attn(  # type: ignore[assignment]
-        query_THD, key_THD, value_THD, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0)
+        query_THD, key_THD, value_THD, cu, cu, longest, longest, scale=scaling, window_size=(before, 0)
     )
-    return out_THD[layout.row.kept_K] if layout.row else out_THD
+    return out_THD
 
 
-def _padded(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, scaling: float) -> Tensor:
-    gather_BL, scatter_T = layout.padded
-    # Not `x[gather_BL]`: its gradient adds rows that are gathered several times in any order if there are threads.
-    query_BHLD, key_BHLD, value_BHLD = (
-        x.index_select(0, gather_BL.flatten()).unflatten(0, gather_BL.shape).transpose(1, 2)
-        for x in (query_THD, key_THD, value_THD)
-    )
+def _padded(
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, scaling: float, window: int | None
+) -> Tensor:
+    query_BHLD, key_BHLD, value_BHLD = (layout.pad(x).transpose(1, 2) for x in (query_THD, key_THD, value_THD))
+    visible_LL = None if window is None else layout.visible(window)
     out_BHLD = F.scaled_dot_product_attention(
-        query_BHLD, key_BHLD, value_BHLD, is_causal=True, scale=scaling, enable_gqa=True
+        query_BHLD,
+        key_BHLD,
+        value_BHLD,
+        attn_mask=visible_LL,
+        is_causal=visible_LL is None,
+        scale=scaling,
+        enable_gqa=True,
     )
-    return out_BHLD.transpose(1, 2).flatten(0, 1)[scatter_T]
+    return layout.unpad(out_BHLD.transpose(1, 2))
+
+
+def _explicit(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    layout: Layout,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attention with [B, heads, longest, longest] scores in memory, for what no fused kernel computes."""
+    groups = query_THD.shape[1] // key_THD.shape[1]
+    key_THD, value_THD = (x.repeat_interleave(groups, dim=1) for x in (key_THD, value_THD))
+    query_BHLD, key_BHLD, value_BHLD = (layout.pad(x).transpose(1, 2) for x in (query_THD, key_THD, value_THD))
+    scores_BHLL = query_BHLD @ key_BHLD.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores_BHLL = torch.tanh(scores_BHLL / softcap) * softcap
+    scores_BHLL = scores_BHLL.masked_fill(~layout.visible(window), torch.finfo(scores_BHLL.dtype).min)
+    if sinks_H is not None:
+        sinks_BHL1 = sinks_H.reshape(1, -1, 1, 1).expand(*scores_BHLL.shape[:3], 1)
+        scores_BHLL = torch.cat([scores_BHLL, sinks_BHL1], dim=-1)
+    weights_BHLL = scores_BHLL.softmax(-1, dtype=torch.float32).to(query_THD.dtype)[..., : layout.longest]
+    return layout.unpad((weights_BHLL @ value_BHLD).transpose(1, 2))
 
 
 @cache

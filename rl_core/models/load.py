@@ -22,7 +22,7 @@ from rl_core.models.attention import (
     to_device,
 )
 from rl_core.models.folder import check_files
-from rl_core.models.log_probs import ChunkedLogProbs
+from rl_core.models.log_probs import ChunkedLogProbs, LogitTransform
 from rl_core.models.sequence_parallel import SequenceParallel
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 _NO_SHAPE = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 """Config entries that are independent of the architecture."""
+PACKED_LAYERS = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
+"""Kinds of layers in which only attention mixes tokens."""
+NO_LAYOUT = {"nemotron"}
+"""Families whose layers do not pass unknown arguments, such as the layout of a packed row, on to attention."""
 
 
 def check_model_folder(path: str) -> Path:
@@ -48,9 +52,17 @@ def check_model_folder(path: str) -> Path:
         raise InputError("weights as *.safetensors in the model's folder", "the folder has none", where, fix)
     check_files(folder, where)
     try:
-        load_config(folder)
+        config = load_config(folder)
     except InputError as error:
         raise InputError(error.expected, error.seen, where, error.fix) from error
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise InputError(
+            "weights in float32, bfloat16 or float16",
+            f"a quantised checkpoint ({method or 'quantization_config'})",
+            where,
+            "use the checkpoint in bfloat16, or convert this one with the tools of its quantisation",
+        )
     return folder
 
 
@@ -107,6 +119,19 @@ def check_shape(path: str | Path, max_length: int, tensor_parallel_size: int) ->
         )
 
 
+def check_sequence_parallel(model: "PreTrainedModel", size: int) -> None:
+    """Raises InputError if several ranks are to share a sequence and the model cannot: its layers need whole rows, or
+    its attention has sinks."""
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if size > 1 and (sinks or not is_packed(model)):
+        raise InputError(
+            "a model whose sequences several ranks can share",
+            f"{model.config.get_text_config().model_type}, which has " + ("sinks" if sinks else "padded rows"),
+            f"fsdp.sequence_parallel_size={size}",
+            "set fsdp.sequence_parallel_size=1",
+        )
+
+
 def same_shape(a: Path, b: Path) -> bool:
     """Whether running workers can replace the weights of one checkpoint with the other's: same architecture, tokenizer
     and chat template."""
@@ -157,22 +182,57 @@ def _tokenizer_class(folder: Path) -> Any:
 def empty_causal_lm(path: str | Path) -> "PreTrainedModel":
     """The checkpoint's model on the meta device, with packed attention and float32 parameters;
     `rl_core.models.weights.load_weights` allocates and loads the weights."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    register_attention()
     config = load_config(path)
     with torch.device("meta"), _part_of_transformers(path, "a causal language model"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
-        )
+        model = causal_lm(config)
     # Keep the generation config for the exported model.
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    # Disable dropout: the ratio at the first update requires the same log-probs in every call.
+    return model
+
+
+def causal_lm(config: PreTrainedConfig) -> "PreTrainedModel":
+    """The config's causal language model on torch's default device, with float32 parameters and without dropout: packed
+    attention if packed rows are exact for it (`takes_packed_rows`), otherwise transformers' own attention."""
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if takes_packed_rows(model):
+        model.set_attn_implementation(ATTENTION)
+    # Disable dropout and router noise: the ratio at the first update requires the same log-probs in every call.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or "jitter" in name):
+                setattr(module, name, 0.0)
     return model
+
+
+def takes_packed_rows(model: "PreTrainedModel") -> bool:
+    """Whether attention, called through transformers' interface, is the only part of the model that mixes tokens.
+
+    Recurrences and convolutions would carry state from one packed sequence into the next.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    recurrent = model._is_stateful or kinds - PACKED_LAYERS or any(isinstance(m, nn.Conv1d) for m in model.modules())
+    return model._supports_attention_backend and not recurrent and config.model_type not in NO_LAYOUT
+
+
+def body(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The model without its head."""
+    found = model.base_model
+    # Some families name a part as the base model that exists in their multimodal sibling only.
+    return cast("PreTrainedModel", model.get_submodule("model") if found is model else found)
+
+
+def is_packed(model: "PreTrainedModel") -> bool:
+    """Whether the model computes packed rows, not padded ones."""
+    return bool(model.config.get_text_config()._attn_implementation == ATTENTION)
 
 
 def stop_tokens(path: str | Path) -> tuple[int, ...]:
@@ -184,6 +244,16 @@ def stop_tokens(path: str | Path) -> tuple[int, ...]:
             found.update(ids if isinstance(ids, list) else [ids])
     found.add(load_tokenizer(path).eos_token_id)
     return tuple(sorted(token for token in found if token is not None))
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform:
+    """What the family computes between its head and its logits, from the names that transformers' configs give it."""
+    text = config.get_text_config()
+    scale = float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0)
+    if scaling := getattr(text, "logits_scaling", None):
+        scale *= scaling if text.model_type == "hyperclovax" else 1.0 / scaling
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return LogitTransform(scale, next((float(cap) for name in names if (cap := getattr(text, name, None))), 0.0))
 
 
 class Packed:
@@ -218,14 +288,22 @@ class Packed:
     def hidden_states(self, model: "PreTrainedModel", target_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """For this rank's target tokens: last hidden states before them [n, D], their ids [n], and a mask [N] of them
         among all target tokens (None without sequence parallelism)."""
-        output = model(
-            input_ids=self.input_ids, position_ids=self.position_ids, layout=self.layout, use_cache=False
-        ).last_hidden_state[0]
+        output = self._packed(model) if is_packed(model) else self._padded(model)
         before_N = self.layout.in_row(target_N - 1)
         if self.parallel is None:
             return output[before_N], self.ids_T[target_N], None
         own_N = (before_N >= self.own.start) & (before_N < self.own.stop)
         return output[before_N[own_N] - self.own.start], self.ids_T[target_N[own_N]], own_N
+
+    def _packed(self, model: "PreTrainedModel") -> Tensor:
+        output = model(input_ids=self.input_ids, position_ids=self.position_ids, layout=self.layout, use_cache=False)
+        hidden_TD: Tensor = output.last_hidden_state[0]
+        return hidden_TD
+
+    def _padded(self, model: "PreTrainedModel") -> Tensor:
+        # One row per sequence. Padding is on the right, and no token depends on later ones, so no mask is needed.
+        hidden_BLD = model(input_ids=self.layout.pad(self.input_ids[0]), use_cache=False).last_hidden_state
+        return self.layout.unpad(hidden_BLD)
 
     def gather(self, values_n: Tensor, own_N: Tensor | None) -> Tensor:
         """Values of all target tokens [N] from each rank's own [n]."""
@@ -238,14 +316,14 @@ class PolicyModel(nn.Module):
     def __init__(self, model: "PreTrainedModel", compiled: bool = False) -> None:
         super().__init__()
         self.hf = model
-        self._log_probs = ChunkedLogProbs(compiled)
+        self._log_probs, self._logits = ChunkedLogProbs(compiled), logit_transform(model.config)
 
     def forward(self, packed: Packed, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob, entropy and Σ_v π_v², each [N] float32, for the packed tokens at indices `target_N` [N], given the
         tokens before them."""
-        hidden_nD, label_n, own_N = packed.hidden_states(cast("PreTrainedModel", self.hf.base_model), target_N)
+        hidden_nD, label_n, own_N = packed.hidden_states(body(self.hf), target_N)
         head = cast(nn.Linear, self.hf.get_output_embeddings())
-        values = self._log_probs(hidden_nD, head.weight, label_n, temperature)
+        values = self._log_probs(hidden_nD, head.weight, label_n, temperature, head.bias, self._logits)
         log_prob_N, entropy_N, square_N = (packed.gather(each, own_N) for each in values)
         return log_prob_N, entropy_N, square_N
 
@@ -255,7 +333,7 @@ class ValueModel(nn.Module):
 
     def __init__(self, model: "PreTrainedModel") -> None:
         super().__init__()
-        self.hf = cast("PreTrainedModel", model.base_model)
+        self.hf = body(model)
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, device="meta")
 
     def forward(self, packed: Packed, target_N: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl_core.errors import InputError
+from rl_core.models.conversion import Conversion, persistent_buffers
 from rl_core.models.folder import INDEX
 from rl_core.models.lora import base_name, first_values, is_adapter
 
-_WEIGHTS = ("F64", "F32", "F16", "BF16")
-"""Types of unscaled weights; values of smaller ones are wrong without their scales."""
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
+"""Types of unscaled weights; values of smaller ones are wrong without their scales."""
 
 
 class WeightFiles:
@@ -47,34 +50,37 @@ class WeightFiles:
             return part.get_dtype(), list(part.get_shape())
 
 
-def check_weights(model: "PreTrainedModel", folder: Path) -> dict[str, str]:
-    """Name in the folder of each of the model's parameters but adapters; reads no values.
+def check_weights(model: "PreTrainedModel", folder: Path) -> Conversion:
+    """The conversion of the folder's tensors to the model's parameters but adapters; reads no values.
 
     Raises InputError naming missing weights, or the file and tensor of another shape than the parameter's (of an
     embedding with more rows than `vocab_size`, some would be lost) or with quantised values.
     """
     files = WeightFiles(folder)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
-    found = {name: _stored_name(base_name(name), model, files) for name in parameters}
-    missing = [name for name, stored in found.items() if stored is None]
+    conversion = Conversion(model, files.file_of)
+    parameters = {base_name(name): each for name, each in model.named_parameters() if not is_adapter(name)}
+    missing = [name for name in parameters if name not in conversion.sources]
     if missing:
         raise InputError(
-            f"weights of all {len(found)} parameters of {type(model).__name__}",
+            f"weights of all {len(parameters)} parameters of {type(model).__name__}",
             f"no weights for {len(missing)} of them, such as {', '.join(missing[:3])}",
             str(folder),
             "use a checkpoint whose tensor names match the architecture's parameter names",
         )
-    stored_names = {name: stored for name, stored in found.items() if stored is not None}
-    for name, stored in stored_names.items():
-        (dtype, shape), wanted = files.kind(stored), list(parameters[name].shape)
-        if shape != wanted or dtype not in _WEIGHTS:
-            raise InputError(
-                f"weights {' or '.join(_WEIGHTS)} of the shapes in config.json, here {wanted}",
-                f"{dtype} of shape {shape}",
-                f"{folder / files.file_of[stored]}, tensor {stored}",
-                "use the config.json of these weights (the rows of an embedding are its `vocab_size`), not quantised",
-            )
-    return stored_names
+    for name, parameter in parameters.items():
+        source = conversion.sources[name]
+        for stored in chain.from_iterable(source.names.values()):
+            dtype, shape = files.kind(stored)
+            wanted = shape if source.converter else list(parameter.shape)  # a converter makes another shape
+            if shape != wanted or dtype not in _WEIGHTS:
+                raise InputError(
+                    f"weights {' or '.join(_WEIGHTS)} of the shapes in config.json, here {wanted}",
+                    f"{dtype} of shape {shape}",
+                    f"{folder / files.file_of[stored]}, tensor {stored}",
+                    "use the config.json of these weights (the rows of an embedding are its `vocab_size`), not "
+                    "quantised",
+                )
+    return conversion
 
 
 def load_weights(
@@ -85,22 +91,34 @@ def load_weights(
     Each rank reads only its own rows. Adapters are initialised from `seed`, independent of the number of ranks. Other
     parameters of the module, such as a value head, start at zero. Raises InputError as `check_weights`.
     """
-    files, found = WeightFiles(folder), check_weights(model, folder)
+    files, conversion = WeightFiles(folder), check_weights(model, folder)
+    setattr(model, "_weight_conversions", conversion.used)  # noqa: B010  # `save_pretrained` reverts them
     module.to_empty(device=device)
     model.tie_weights()  # `to_empty` allocates a separate tensor for each name of a tied weight
-    for part in model.modules():
-        if any(True for _ in part.buffers(recurse=False)):
-            model._init_weights(part)  # computed buffers, such as rotary frequencies, are not in the files
-    names = {parameter: found.get(name) for name, parameter in model.named_parameters()}
+    stored = {name: buffer for name, buffer in persistent_buffers(model) if name in conversion.sources}
+    _compute_buffers(model, model, {id(buffer) for buffer in stored.values()})
+    for name, buffer in stored.items():
+        buffer.copy_(conversion.read(name, slice(None), files.read))
+    names = {parameter: base_name(name) for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
-        stored = names.get(parameter)
-        if stored is not None:
-            _fill(parameter, partial(files.read, stored))
-        elif is_adapter(name):
+        if is_adapter(name):
             _fill(parameter, first_values(name, parameter.shape, generator).__getitem__)
+        elif parameter in names:
+            _fill(parameter, partial(conversion.read, names[parameter], read=files.read))
         else:
             nn.init.zeros_(parameter)
+
+
+def _compute_buffers(part: nn.Module, owner: "PreTrainedModel", stored: set[int]) -> None:
+    """Computes buffers that are not in the files, such as rotary frequencies, by the rules of the innermost model."""
+    from transformers import PreTrainedModel
+
+    owner = part if isinstance(part, PreTrainedModel) else owner
+    if any(id(buffer) not in stored for buffer in part.buffers(recurse=False)):
+        owner._init_weights(part)
+    for child in part.children():
+        _compute_buffers(child, owner, stored)
 
 
 @torch.no_grad()
@@ -112,12 +130,6 @@ def _fill(parameter: nn.Parameter, read: Callable[[slice], Tensor]) -> None:
         target, start = target.to_local(), offset[0] if offset else 0
     if target.numel():
         target.copy_(read(slice(start, start + len(target)) if target.ndim else slice(None)))
-
-
-def _stored_name(name: str, model: "PreTrainedModel", files: WeightFiles) -> str | None:
-    """Name of a parameter in the folder, with or without the base model's prefix."""
-    prefix = f"{model.base_model_prefix}."
-    return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in files.file_of), None)
 
 
 def _names(file: Path) -> Iterator[str]:

@@ -5,7 +5,7 @@ gradient is the same for every split into micro-batches and over ranks.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from rl_core.config.schema import FSDPConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
+from rl_core.models.conversion import persistent_buffers
 from rl_core.models.load import PolicyModel, ValueModel
 from rl_core.models.lora import base_name, factors, is_adapter, peft_name
 from rl_core.models.weights import load_weights
@@ -53,14 +54,14 @@ class TrainEngine:
             seed: seed of the adapters' initial values.
         """
         self.rank_mesh, self.device, self.max_tokens, self.source = rank_mesh, rank_mesh.device, max_tokens, source
-        self.module, self.model = module, module.hf
+        self.module, self.model, self.dtype = module, module.hf, DTYPES[dtype]
         on_gpu = self.device.type == "cuda"
         always = config.offload == "always" or (optim is None and config.reference_offload)
         self._always_offloaded, self._offloads_when_idle = on_gpu and always, on_gpu and config.offload == "idle"
         self._is_offloaded = False
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
-        self._shard(DTYPES[dtype], config.compile)
+        self._shard(self.dtype, config.compile)
         load_weights(module, self.model, source, torch.device("cpu") if self._always_offloaded else self.device, seed)
         if self._always_offloaded:
             for part in module.modules():
@@ -178,7 +179,8 @@ class TrainEngine:
                 state.update({name: value.to(device) for name, value in state.items()})
 
     def full_parameters(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and whole tensor of each weight of the Hugging Face model; collective over all ranks.
+        """Yields name and whole tensor of each weight and persistent buffer of the Hugging Face model; collective over
+        all ranks.
 
         Adapters are merged into the weights if `merged`, otherwise omitted.
         """
@@ -191,10 +193,17 @@ class TrainEngine:
                     a, b, scale = adapters[name]
                     whole = whole + scale * (self._whole(b) @ self._whole(a))
                 yield base_name(name), whole
+        yield from persistent_buffers(self.model)
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if output is not None and output.weight is embedding.weight:
             # Tied weights are listed once; without an update of the head, a rollout engine would keep its old copy.
             yield "lm_head.weight", self._whole(cast(nn.Parameter, embedding.weight))
+
+    def in_dtype(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The named weights in `dtype`; buffers, such as routing biases, keep their own, as in the forward pass."""
+        buffers = {name for name, _ in persistent_buffers(self.model)}
+        for name, tensor in weights:
+            yield name, tensor if name in buffers else tensor.to(dtype)
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields PEFT name and whole tensor of each adapter weight; collective over all ranks."""

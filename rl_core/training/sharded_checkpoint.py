@@ -139,7 +139,7 @@ def export_model(engine: TrainEngine, dtype: str, source: Path, store: Store, fo
         source: folder of the original model; its tokenizer and templates are copied.
     """
     model, written = engine.model, []
-    weights = {name: tensor.to(DTYPES[dtype]).cpu() for name, tensor in engine.full_parameters()}
+    weights = {name: tensor.cpu() for name, tensor in engine.in_dtype(engine.full_parameters(), DTYPES[dtype])}
     adapters = {name: tensor.cpu() for name, tensor in engine.adapter_parameters()}
     if dist.get_rank() == 0:
         if getattr(model.config.get_text_config(), "tie_word_embeddings", False):

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_core.config.compose import config_hash
 from rl_core.data.dataset import RLHFDataset, ToolsOf
 from rl_core.models.load import check_model_folder, load_tokenizer, stop_tokens
+from rl_core.models.template import templated_folder
 from rl_core.models.tiny import save_tiny_model
 from rl_core.rollout.agent.chat import ChatTemplate
 from rl_core.rollout.agent.responders import chat_template
@@ -40,7 +41,9 @@ class RunAssets:
     def make_base_model(self) -> Path:
         """Folder of the base model; the offline model is built on first use."""
         if self.config.model.path != "tiny":
-            return check_model_folder(self.config.model.path)
+            folder = check_model_folder(self.config.model.path)
+            template, variables = self.config.model.chat_template, self.config.data.chat_template_kwargs
+            return templated_folder(folder, template, variables, self.run.home / "models")
         folder = self.run.home / "models" / f"tiny-{config_hash(self.config)[:16]}"
         if not folder.exists():
             draft = folder.with_name(f"{folder.name}.draft")

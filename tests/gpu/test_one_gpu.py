@@ -7,9 +7,12 @@ import torch
 from support import LENGTHS, off_policy, policy_engine, rows_of, save_grouped_model, save_sharp_model, update_alone
 from torch import Tensor
 
+from benchmarks.models import MAX_LENGTH, config_of
 from rl_core.config.schema import FSDPConfig, LoraConfig, OptimConfig
 from rl_core.data.protocol import DataProto
+from rl_core.models.attention import Layout, packed_attention
 from rl_core.models.log_probs import LOGIT_CHUNK, ChunkedLogProbs
+from rl_core.models.parity import parity
 from rl_core.training.engine import TrainEngine
 from rl_core.training.mesh import RankMesh
 
@@ -147,3 +150,20 @@ def test_memory_does_not_grow_over_steps(model: Path, gpu: RankMesh) -> None:
         reserved.append(torch.cuda.memory_reserved())
     for held in (allocated, reserved):  # it may shrink
         assert max(held[10:]) <= max(held[3:10])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3_text", "gpt_oss", "lfm2", "qwen3_5_text", "qwen3_moe"])
+def test_a_family_is_exact_on_the_device(family: str) -> None:
+    assert parity(config_of(family), MAX_LENGTH, torch.device("cuda")).is_exact
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_windows_of_the_packed_kernel(window: int | None) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 50, 64, device="cuda", generator=generator) for _ in range(3))
+    layout = Layout([37, 13], torch.device("cuda"))
+    module = torch.nn.Identity()
+    exact = packed_attention(module, query, key, value, None, 0.125, layout, window)[0]
+    query, key, value = (x.bfloat16() for x in (query, key, value))
+    rounded = packed_attention(module, query, key, value, None, 0.125, layout, window)[0]
+    torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=3e-2)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import loaded, plain_outputs, save_grouped_model
+from support import CPU, loaded, plain_outputs, save_grouped_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -127,15 +127,31 @@ def test_the_layout_finds_every_token() -> None:
     layout = Layout([2, 3, 1], torch.device("cpu"))
     assert layout.cu_seqlens.tolist() == [0, 2, 5, 6] and layout.cu_seqlens.dtype == torch.int32
     assert layout.longest == 3
-    gather_BL, scatter_T = layout.padded
-    assert gather_BL.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
-    assert gather_BL.flatten()[scatter_T].tolist() == list(range(6))
+    padded_BL = layout.pad(torch.arange(6))
+    assert padded_BL.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
+    assert layout.unpad(padded_BL).tolist() == list(range(6))
 
 
-def test_a_sliding_window_below_the_longest_sequence_is_refused() -> None:
-    layout = Layout([2, 3], torch.device("cpu"))
-    query = torch.ones(1, 2, 5, 4)
-    module = torch.nn.Identity()
-    packed_attention(module, query, query, query, None, 1.0, layout, sliding_window=3)
-    with pytest.raises(ValueError, match="sliding-window"):
-        packed_attention(module, query, query, query, None, 1.0, layout, sliding_window=2)
+@pytest.mark.parametrize("window", [1, 3, 7, 8])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_windows_soft_caps_and_sinks(window: int, softcap: float | None, sinks: bool) -> None:
+    """Each sequence alone, from the definition: window − 1 tokens before, capped scores, a sink without a value."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator) for heads in (4, 2, 2))
+    sink_H = torch.randn(4, generator=generator) if sinks else None
+    seen_THD = packed_attention(
+        torch.nn.Identity(), query, key, value, None, 0.7, Layout([7, 2], CPU), window, softcap, sink_H
+    )[0][0]
+    for part in (slice(0, 7), slice(7, 9)):
+        own_HTD = query[0, :, part]
+        key_HTD, value_HTD = (x[0, :, part].repeat_interleave(2, dim=0) for x in (key, value))
+        scores_HTT = own_HTD @ key_HTD.transpose(1, 2) * 0.7
+        if softcap:
+            scores_HTT = torch.tanh(scores_HTT / softcap) * softcap
+        distance_TT = torch.arange(len(own_HTD[0]))[:, None] - torch.arange(len(own_HTD[0]))
+        scores_HTT[:, (distance_TT < 0) | (distance_TT >= window)] = -torch.inf
+        exp_HTT = scores_HTT.exp()
+        total_HT1 = exp_HTT.sum(-1, keepdim=True) + (0 if sink_H is None else sink_H.exp()[:, None, None])
+        wanted_THD = (exp_HTT / total_HT1 @ value_HTD).transpose(0, 1)
+        torch.testing.assert_close(seen_THD[part], wanted_THD, rtol=0, atol=1e-6)

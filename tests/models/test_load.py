@@ -10,18 +10,21 @@ import torch
 from support import ALONE, loaded, rows_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.models import MAX_LENGTH, config_of
 from rl_core.errors import InputError
 from rl_core.models import log_probs
 from rl_core.models.load import (
     PolicyModel,
     ValueModel,
     check_model_folder,
+    check_sequence_parallel,
     check_shape,
     empty_causal_lm,
     load_tokenizer,
     same_shape,
     stop_tokens,
 )
+from rl_core.models.parity import narrow_model
 from rl_core.models.tiny import build_tokenizer
 from rl_core.models.tokenizer import SPECIAL_TOKENS
 from rl_core.training.packing import MicroBatch
@@ -215,3 +218,22 @@ def test_weights_may_change_places_between_models_of_one_shape(
     else:
         (other / file).write_text(json.dumps(json.loads((other / file).read_text()) | change))
     assert same_shape(tiny_model, other) is same
+
+
+def test_a_quantised_checkpoint_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(InputError) as raised:
+        check_model_folder(str(folder))
+    assert "mxfp4" in raised.value.seen and raised.value.where == f"model.path={folder}"
+
+
+@pytest.mark.parametrize(("family", "seen"), [("qwen3", None), ("gpt_oss", "sinks"), ("lfm2", "padded rows")])
+def test_ranks_share_the_sequences_of_families_that_can(family: str, seen: str | None, tmp_path: Path) -> None:
+    narrow_model(config_of(family), MAX_LENGTH).config.save_pretrained(tmp_path)
+    model = empty_causal_lm(tmp_path)
+    check_sequence_parallel(model, 1)
+    with nullcontext() if seen is None else pytest.raises(InputError, match=f"{family}.*{seen}"):
+        check_sequence_parallel(model, 2)

@@ -38,18 +38,23 @@ class ChatTemplate:
     ) -> None:
         """`tools` are OpenAI tool schemas; `kinds` are the roles that will be appended.
 
-        Raises InputError, with the first difference, if the template rejects or omits a message of one of these roles,
-        or changes the text before it.
+        Without such roles nothing is checked. Raises InputError, with the first difference, if the template rejects or
+        omits a message of one of these roles, or changes the text before it.
         """
         self._tokenizer, self._tools = tokenizer, cast(Any, tools or None)
+        self._stop_token_ids, self._opening = stop_token_ids, ""
+        if kinds:  # otherwise nothing is appended, and the template may change earlier turns
+            self._open()
+            self._check(kinds)
+
+    def _open(self) -> None:
         text = self._render(OPENING, "assistant", starts_turn=False)
         for part in QUESTION, REASONING, ANSWER:
             self._require(part in text, f"{part!r} is omitted", "assistant")
         self._opening = _from(QUESTION, text)
-        self._check(kinds)
         closing = self._ids(_after_answer(self._opening))
         # Index of the stop token with which the template closes a turn; None if it closes turns without one.
-        self._end = next((i for i, token in enumerate(closing) if token in stop_token_ids), None)
+        self._end = next((i for i, token in enumerate(closing) if token in self._stop_token_ids), None)
 
     def appended_ids(self, messages: list[Message], last_id: int) -> list[int]:
         """Token ids after a sampled turn that ended with `last_id`: the rest of its closing, the messages and the start
@@ -58,6 +63,8 @@ class ChatTemplate:
         They include the template's end token if a different one was sampled. Raises InputError if the template rejects
         the messages.
         """
+        if not self._opening:
+            self._open()
         ids = self._ids(self._suffix(messages))
         if self._end is None:
             return ids

@@ -17,7 +17,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from rl_core.config.schema import RolloutConfig
 from rl_core.errors import TrainingError
+from rl_core.models.conversion import Conversion
 from rl_core.models.load import empty_causal_lm
+from rl_core.models.weights import WeightFiles
 from rl_core.rollout.engine.protocol import Completion, Sampling
 from rl_core.rollout.engine.request_queue import Requests
 from rl_core.rollout.engine.shared_memory import SHARED_MEMORY, VLLM_PATTERN
@@ -87,7 +89,9 @@ class VLLMEngine:
         core: Any = self._llm.llm_engine.engine_core
         self._runner = core.engine_core.model_executor.driver_worker.worker.model_runner
         self._parameters = {_plain(name) for name, _ in self._runner.get_model().named_parameters()}
-        self._expected = {name for name, _ in empty_causal_lm(model).named_parameters()}
+        own = empty_causal_lm(model)
+        self._conversion = Conversion(own, WeightFiles(model).file_of)
+        self._expected = {name for name, _ in own.named_parameters()}
         self._as_stored = self._on_gpu and _keeps_layout(self._runner.get_model(), self._llm)
         self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size, config.max_num_seqs)
 
@@ -155,7 +159,7 @@ class VLLMEngine:
                 yield name, tensor
 
         with torch.no_grad():
-            written = self._load(recorded())
+            written = self._load(self._conversion.to_stored(recorded()))
         missing = sorted((self._expected - seen) | (self._parameters - written))
         if missing:
             raise TrainingError(
@@ -170,6 +174,8 @@ class VLLMEngine:
         with _unwrapped(model):
             if self._as_stored:
                 return set(model.load_weights(weights))
+            if not self._on_gpu:
+                _rebuild_expert_kernels(model)
             initialize_layerwise_reload(model)
             written = set(model.load_weights(weights))
             finalize_layerwise_reload(model, self._runner.model_config)
@@ -232,6 +238,14 @@ def _keeps_layout(model: torch.nn.Module, llm: LLM) -> bool:
     """
     plain = llm.llm_engine.model_config.quantization is None
     return plain and not any("MoE" in type(module).__name__ for module in model.modules())
+
+
+def _rebuild_expert_kernels(model: torch.nn.Module) -> None:
+    """Makes the reload build the experts' kernels again: vLLM's CPU kernels repack weights only when they are built."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class ShardingManager:
         canary = canary_of(self.actor, self.max_length)
         if not self._base_pushed:
             whole = self.actor.full_parameters(merged=not self._as_adapter)
-            self.rollout.update_weights(((name, tensor.to(self.dtype)) for name, tensor in whole), version)
+            self.rollout.update_weights(self.actor.in_dtype(whole, self.dtype), version)
         if self._as_adapter:
             self._base_pushed = True
             self._push_adapter(version)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import InputError
 from rl_core.models.tiny import build_tokenizer
-from rl_core.rollout.agent.chat import ChatTemplate
+from rl_core.rollout.agent.chat import REASONING, ChatTemplate
 
 TOOLS = "{%- if tools -%}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif -%}"
 STARTS = "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
@@ -205,3 +205,13 @@ def test_a_cut_text_fits_where_the_middle_of_a_word_has_other_tokens_than_its_be
     words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML)
     short = ChatTemplate(words, [], set(), []).cut("a" * 401, 20)
     assert len(words(short)["input_ids"]) == 20 and short.startswith("aaaa") and short.endswith("\n" + "a" * 24)
+
+
+def test_a_template_that_drops_reasoning_serves_a_single_turn() -> None:
+    with pytest.raises(InputError, match=REASONING):
+        ChatTemplate(TOKENIZERS["thinking"], [], {"user"}, stop_ids(TOKENIZERS["thinking"]))
+    dropping = byte_tokenizer("{%- for m in messages -%}{{ m.content.split('</think>')[-1] }}{%- endfor -%}")
+    single = ChatTemplate(dropping, [], set(), [])
+    assert single.cut("a" * 9, 5) == "a" * 5
+    with pytest.raises(InputError, match=f"{REASONING!r} is omitted"):
+        single.appended_ids([{"role": "user", "content": "more"}], 0)
