@@ -40,6 +40,7 @@ def run_stages(run: Run, verbose: bool = False, keep_data: bool = False, stop_at
     """
     with open_session(run, verbose, keep_data) as session:
         config = session.config
+        session.console.note(f"rollout engine: {config.rollout.engine}")
         data = prepare_data()
         if config.warm_start.steps:
             warm_start()
