@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.models.attention import Layout
+from rl_core.models.attention import ATTENTION, Layout
 from rl_core.rollout.engine.kv_cache import COLUMNS, CachedLayout, KeyValueCache
 from rl_core.rollout.engine.protocol import Sampling
 from rl_core.rollout.engine.request_queue import Request, RequestQueue
@@ -57,8 +57,8 @@ class Decoder(RequestQueue[Turn]):
         """`cache_bytes` limits the cache to as many turns as fit; one always does."""
         super().__init__(max_length)
         self.model, self.max_running, self.cache_bytes = model, max_running, cache_bytes
-        # Layers with a state other than keys and values: every step computes all sequences anew, as training does.
-        self.cached = not model._is_stateful
+        # With a state other than keys and values in the layers, every step computes all sequences anew.
+        self.cached = model.config._attn_implementation == ATTENTION and not model._is_stateful
         self._waiting: deque[Turn] = deque()
         self._running: list[Turn] = []
         self._cache = KeyValueCache()
@@ -202,9 +202,13 @@ class Decoder(RequestQueue[Turn]):
         positions = [position for _, position in continued] + [i for length in lengths for i in range(length)]
         id_T, position_T = torch.tensor([ids, positions], device=device)
         fresh = Layout(lengths, device) if sequences else None
-        layout: CachedLayout | Layout | None = fresh
-        if self.cached:
-            layout = self._layout(cache, position_T, len(continued), lengths, source, fresh)
+        if not self.cached:
+            assert fresh is not None
+            gather_BL, scatter_T = fresh.padded
+            logits_BLV = self.model(input_ids=id_T[gather_BL], use_cache=False).logits
+            whole_BV: Tensor = logits_BLV.flatten(0, 1)[scatter_T[target_B.to(device)]][:count]
+            return whole_BV
+        layout = self._layout(cache, position_T, len(continued), lengths, source, fresh)
         output = self.model(
             input_ids=id_T[None],
             position_ids=position_T[None],

@@ -42,8 +42,7 @@ class TransformersEngine:
         self._model.eval()
         self._on_gpu, self._takes_adapters = device.type == "cuda", adapter_rank > 0
         self._requests = Decoder(self._model, max_length, config.max_num_seqs, int(config.kv_cache_gb * GIB))
-        if self._requests.cached:
-            self._model.set_attn_implementation(CACHED)
+        self._model.set_attn_implementation(CACHED if self._requests.cached else "sdpa")
 
     async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
         """Samples one turn after the given tokens."""
@@ -89,9 +88,13 @@ class TransformersEngine:
         if output is not None and output.weight is embedding.weight:
             targets["lm_head.weight"] = output.weight  # pushed under both names
         missing = set(targets)
+        buffers = dict(self._model.named_buffers())
         for name, tensor in weights:
-            self._fill(targets[name], tensor)
-            missing.discard(name)
+            if name in targets:
+                self._fill(targets[name], tensor)
+                missing.discard(name)
+            else:
+                buffers[name].copy_(tensor)
         for name, parameter in named.items():
             if is_adapter(name):
                 parameter.data = torch.zeros_like(parameter.data)
