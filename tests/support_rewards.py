@@ -12,8 +12,8 @@ def length(response: str, row: dict[str, Any]) -> float:
 
 
 def letters(response: str, row: dict[str, Any]) -> float:
-    """A score from 0 to 0.9 that depends on every character, so that even responses of one length differ."""
-    return sum(map(ord, response)) % 10 / 10
+    """A score from 0 to 0.9 that depends on every character of response and row, so that equal responses differ."""
+    return sum(map(ord, response + str(row))) % 10 / 10
 
 
 def named(response: str, row: dict[str, Any]) -> dict[str, float]:

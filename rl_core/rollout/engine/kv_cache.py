@@ -40,9 +40,8 @@ class KeyValueCache:
         columns = -(-columns // COLUMNS) * COLUMNS
         if rows <= self.rows and (columns == self.columns or (used and columns < self.columns)):
             return
-        if used:
-            columns = max(columns, self.columns)
-        self.rows, self.columns = max(rows, self.rows), columns
+        # Exactly what is needed: fewer but longer sequences, or more but shorter ones, must not take more memory.
+        self.rows, self.columns = rows, columns
         for layer, pair in self._layers.items():
             self._layers[layer] = (self._resized(pair[0], used), self._resized(pair[1], used))
 

@@ -37,16 +37,21 @@ def test_turns_that_wait_for_room_are_the_same(tiny_model: Path, settings: dict[
     wanted = complete(engine_of(tiny_model), PROMPTS, list(range(24)), FREE)
     engine = engine_of(tiny_model, **settings)
     most: list[int] = []
+    bytes_used: list[int] = []
     forward = engine._requests._forward
 
     def counted(cache: KeyValueCache, continued: list[tuple[int, int]], *rest: Any) -> Tensor:
         most.append(len(continued))
-        return forward(cache, continued, *rest)
+        logits_BV = forward(cache, continued, *rest)
+        bytes_used.append(cache.rows * cache.columns * cache.bytes_per_token)
+        return logits_BV
 
     engine._requests._forward = counted  # type: ignore[assignment,method-assign]
     turns = complete(engine, PROMPTS, list(range(24)), FREE)
     assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in wanted]
     assert 1 <= max(most) < 24
+    if limit := settings.get("kv_cache_gb"):
+        assert 0 < max(bytes_used) <= limit * 2**30
     for turn, alike in zip(turns, wanted, strict=True):
         assert turn.log_probs == pytest.approx(alike.log_probs, abs=1e-5)
 
