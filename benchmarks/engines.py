@@ -2,7 +2,7 @@
 
 python -m benchmarks.engines [CASE …]: by default all cases. Each case has a process of its own, in which the engines
 alternate on one thread; 8 responses share a prompt, and each has exactly the given length. A rollout is the median of
-five, a start the time beyond the imports that training needs anyway.
+three, a start the time beyond the imports that training needs anyway.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from rl_core.models.tiny import save_tiny_model
 from rl_core.rollout.engine.factory import build_engine
 from rl_core.rollout.engine.protocol import RolloutEngine, Sampling
 
-N, ROUNDS = 8, 5
+N, ROUNDS = 8, 3
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Case:
 CASES = {
     "tiny": Case(3, 64, 64, 16, 32),
     "3M": Case(4, 256, 32, 64, 64),
-    "135M": Case(30, 576, 4, 128, 64),
-    "135M-bfloat16": Case(30, 576, 4, 128, 64, "bfloat16"),
+    "135M": Case(30, 576, 4, 64, 16),
+    "135M-bfloat16": Case(30, 576, 4, 64, 16, "bfloat16"),
 }
 
 
