@@ -51,7 +51,7 @@ def test_both_engines_train_the_same_weights(tmp_path: Path) -> None:
             assert ray.get(loaded) == (engine == "vllm")
             roles.close()
     assert responses[0] == responses[1]
-    moved, apart = distance(ends[0], load_file(tmp_path / "model" / "model.safetensors")), distance(*ends)
+    moved, apart = distance(ends[0], load_file(tmp_path / "model" / "model.safetensors")), distance(ends[0], ends[1])
     assert moved > 1e-2 and apart < 1e-5, (moved, apart)
     worst = max((ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0])
     assert worst < compose("grpo", []).config.rollout.canary_tolerance
