@@ -47,6 +47,7 @@ def run_stages(
     """
     with open_session(run, verbose, keep_data, local_ray) as session:
         config = session.config
+        session.console.note(f"rollout engine: {config.rollout.engine}")
         data = prepare_data()
         if config.warm_start.steps:
             warm_start()

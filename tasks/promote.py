@@ -40,6 +40,7 @@ def reload(session: Session, version: str, step: int) -> None:
         turns = session.store.read_json(run_files.evaluation(step))["first_turns"]
         question = Question(
             str(session.assets.download_version(version)),
+            config.rollout.engine,
             config.model.dtype,
             config.max_length,
             config.rollout.tensor_parallel_size,

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
@@ -12,10 +12,9 @@ from rl_core.cluster.dispatch import Dispatch, register
 from rl_core.data.protocol import DataProto
 from rl_core.models.load import stop_tokens
 from rl_core.rollout.agent.agent_loop import roll_out
+from rl_core.rollout.engine.factory import build_engine
+from rl_core.rollout.engine.protocol import RolloutEngine
 from rl_core.rollout.weights.transfer import NcclBroadcast, unpack
-
-if TYPE_CHECKING:
-    from rl_core.rollout.engine.vllm_engine import VLLMEngine
 
 
 class RolloutWorker(Worker):
@@ -24,7 +23,7 @@ class RolloutWorker(Worker):
     Rank 0 returns results; the other ranks follow its steps.
     """
 
-    engine: "VLLMEngine"
+    engine: RolloutEngine
     link: NcclBroadcast | None = None
 
     @register(Dispatch.ONE_TO_ALL)
@@ -33,9 +32,7 @@ class RolloutWorker(Worker):
         config = self.config
         self.stop_token_ids = stop_tokens(Path(path))
         if "engine" not in self.__dict__:
-            from rl_core.rollout.engine.vllm_engine import VLLMEngine
-
-            self.engine = VLLMEngine(Path(path), config.rollout, config.model.dtype, config.max_length, self.device)
+            self.engine = build_engine(Path(path), config, self.device)
             if not self.engine.is_follower:
                 self.responders = await start_responders(config, Path(path))
                 self.scoring = await start_scoring(config, Path(path))

@@ -27,6 +27,7 @@ from rl_core.data.protocol import DataProto, Metrics
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
 from rl_core.models.lora import adapters_off, add_adapters
 from rl_core.rollout.agent.agent_loop import roll_out
+from rl_core.rollout.engine.factory import build_engine
 from rl_core.rollout.engine.protocol import RolloutEngine
 from rl_core.rollout.weights.canary import Canary, canary_of
 from rl_core.rollout.weights.transfer import NcclBroadcast, buckets
@@ -153,16 +154,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         lora = self.config.model.lora
         as_adapter = lora.rank > 0 and lora.push == "adapter"
         if "rollout" not in self.__dict__:
-            from rl_core.rollout.engine.vllm_engine import VLLMEngine
-
-            self.rollout = VLLMEngine(
-                self.source,
-                self.config.rollout,
-                self.config.model.dtype,
-                self.config.max_length,
-                self.device,
-                lora.rank if as_adapter else 0,
-            )
+            self.rollout = build_engine(self.source, self.config, self.device, lora.rank if as_adapter else 0)
             self.rollout.sleep()
             self.loop = asyncio.new_event_loop()
             if not self.rollout.is_follower:

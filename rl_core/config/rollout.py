@@ -10,6 +10,9 @@ from rl_core.config.learning import ALWAYS, CODE, MAX_COUNT, MAX_PROCESSES, MAX_
 class RolloutConfig(Section):
     """Sampling and the rollout engine."""
 
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """Rollout engine. auto: vLLM on CUDA and with `tensor_parallel_size` above 1, otherwise transformers, which needs
+    fewer CPU seconds. A run keeps the engine it has started with."""
     n: int = Field(8, ge=1, le=1_000_000)
     """Responses per prompt."""
     temperature: float = Field(1.0, ge=0.01, le=100.0)
@@ -43,6 +46,15 @@ class RolloutConfig(Section):
     canary_tolerance: float = Field(1e-3, gt=0, le=MAX_VALUE)
     """Maximum absolute difference of log-probs between trainer and engine after a weight push; above it training
     stops. In bfloat16 the limit is at least 4 times the rounding error of a narrow model of the family."""
+
+    def engine_on(self, device: str) -> Literal["vllm", "transformers"]:
+        """The engine on a device `cpu` or `cuda`.
+
+        On a CPU, transformers needs fewer CPU seconds per token at every measured size (docs/rollouts.md).
+        """
+        if self.engine != "auto":
+            return self.engine
+        return "transformers" if device == "cpu" and self.tensor_parallel_size == 1 else "vllm"
 
 
 class AgentConfig(Section):

@@ -278,6 +278,11 @@ class RunConfig(Section):
                 "rollout ranks",
             ),
             (
+                rollout.tensor_parallel_size == 1 or rollout.engine != "transformers",
+                f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} requires rollout.engine=vllm: "
+                "rollout.engine=transformers serves the model on one rank",
+            ),
+            (
                 self.model.path != "tiny" or self.model.tiny.heads % rollout.tensor_parallel_size == 0,
                 f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} must divide model.tiny.heads="
                 f"{self.model.tiny.heads}",

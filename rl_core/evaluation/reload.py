@@ -1,4 +1,4 @@
-"""Reload test: a separate process loads a registered version in vLLM and compares it with the trained policy.
+"""Reload test: a process of its own loads a registered version with the run's engine and compares it with the policy.
 
 `python -m rl_core.evaluation.reload` reads a `Question` as JSON from standard input and prints the answer as JSON.
 """
@@ -17,6 +17,8 @@ from rl_core.errors import TransientError
 
 MARK = "reload: "
 """Prefix of the line with the answer; libraries print to the same stream."""
+Table = list[tuple[float, float]]
+"""Log-prob of each token of a sequence from the second one on, and of the most likely token at its place."""
 OUTPUT_TAIL = 300
 """Number of trailing characters of a failed process's output included in its error."""
 
@@ -29,6 +31,8 @@ class Question:
     """
 
     folder: str
+    engine: str
+    """`vllm`, or `transformers` for the library's own forward."""
     dtype: str
     max_length: int
     tensor_parallel_size: int
@@ -73,6 +77,24 @@ def reload_test(question: Question, env: Mapping[str, str], timeout_s: float) ->
 def answer(question: Question) -> dict[str, float]:
     """Loads the folder and compares; runs in a separate process."""
     import numpy as np
+
+    longest = question.max_length - 1
+    turns = [(turn["prompt_ids"] + turn["response_ids"])[:longest] for turn in question.turns]
+    sequences = [question.canary_ids[:longest], *turns]
+    canary, *tables = (_with_vllm if question.engine == "vllm" else _with_transformers)(question, sequences)
+    expected = question.canary_log_probs[: len(canary)]
+    gaps = [
+        highest - own
+        for turn, table in zip(question.turns, tables, strict=True)
+        for own, highest in table[len(turn["prompt_ids"]) - 1 :]
+    ]
+    return {
+        "log_prob_difference": float(np.abs(np.subtract([own for own, _ in canary], expected)).max()),
+        "greedy_gap": float(np.max([0.0, *gaps])),  # numpy's maximum propagates NaN
+    }
+
+
+def _with_vllm(question: Question, sequences: list[list[int]]) -> list[Table]:
     import torch
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -81,7 +103,6 @@ def answer(question: Question) -> dict[str, float]:
     memory: dict[str, Any] = {"block_size": 32, "kv_cache_memory_bytes": 2**28}
     if on_gpu:
         memory = {"gpu_memory_utilization": question.gpu_memory_utilization}
-    longest = question.max_length - 1
     llm = LLM(
         question.folder,
         trust_remote_code=False,
@@ -92,23 +113,35 @@ def answer(question: Question) -> dict[str, float]:
         tensor_parallel_size=question.tensor_parallel_size if on_gpu else 1,
         **memory,
     )
-    turns = [(turn["prompt_ids"] + turn["response_ids"])[:longest] for turn in question.turns]
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
-    sequences = [question.canary_ids[:longest], *turns]
     outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in sequences], params, use_tqdm=False)
-    tables = [output.prompt_logprobs[1:] for output in outputs if output.prompt_logprobs]
-    canary = [table[token].logprob for table, token in zip(tables[0], sequences[0][1:], strict=True) if table]
-    expected = question.canary_log_probs[: len(canary)]
-    gaps = [
-        max(each.logprob for each in table.values()) - table[token].logprob
-        for turn, ids, positions in zip(question.turns, turns, tables[1:], strict=True)
-        for i, (table, token) in enumerate(zip(positions, ids[1:], strict=True), 1)
-        if table and i >= len(turn["prompt_ids"])
+    return [
+        [
+            (position[token].logprob, max(each.logprob for each in position.values()))
+            for token, position in zip(ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
+            if position
+        ]
+        for ids, output in zip(sequences, outputs, strict=True)
     ]
-    return {
-        "log_prob_difference": float(np.abs(np.subtract(canary, expected)).max()),
-        "greedy_gap": float(np.max([0.0, *gaps])),  # numpy's maximum propagates NaN
-    }
+
+
+def _with_transformers(question: Question, sequences: list[list[int]]) -> list[Table]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, question.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        question.folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+    )
+    model.to(device)
+    tables: list[Table] = []
+    for ids in sequences:
+        with torch.inference_mode():
+            log_prob_TV = model(torch.tensor([ids], device=device)).logits[0, :-1].float().log_softmax(-1)
+        own_T = log_prob_TV.gather(1, torch.tensor(ids[1:], device=device)[:, None]).squeeze(1)
+        tables.append(list(zip(own_T.tolist(), log_prob_TV.amax(-1).tolist(), strict=True)))
+    return tables
 
 
 if __name__ == "__main__":

@@ -100,7 +100,8 @@ class Layout:
         gather_BL, _ = self._padded
         # Not `values_K[gather_BL]`: its gradient adds rows that are gathered several times in any order if there are
         # threads.
-        return values_K.index_select(0, gather_BL.flatten()).unflatten(0, gather_BL.shape)
+        flat: Tensor = values_K.index_select(0, gather_BL.flatten())
+        return flat.view(*gather_BL.shape, *values_K.shape[1:])
 
     def unpad(self, values_BL: Tensor) -> Tensor:
         """The inverse of `pad`: values [B, longest, ...] as [K, ...]."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rl_core.config.schema import LoraConfig
@@ -109,6 +109,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def load_adapters(model: "PreTrainedModel", folder: Path) -> dict[str, Tensor]:
+    """Adapter weights under their PEFT names from a folder in PEFT's layout.
+
+    A model without adapters gets those that the folder's config describes.
+    """
+    import peft
+
+    if not any(is_adapter(name) for name, _ in model.named_parameters()):
+        peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(str(folder)), model)
+    return load_file(folder / "adapter_model.safetensors")
 
 
 def save_adapters(model: "PreTrainedModel", weights: dict[str, Tensor], base: Path, folder: Path) -> None:

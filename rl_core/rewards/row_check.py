@@ -1,13 +1,10 @@
 """Checks of rows by the scorers that a run would use, and a trial of the user's scorers before anything starts."""
 
 import asyncio
-import itertools
 from typing import Any
 
-from rl_core.config.data import DataConfig
 from rl_core.config.reward import RewardConfig
 from rl_core.data.rows import NotScored
-from rl_core.data.sources import load_source
 from rl_core.errors import InputError
 from rl_core.rewards.code import code
 from rl_core.rewards.judge import JUDGE, check_judge
@@ -23,9 +20,6 @@ from rl_core.rewards.scorers import (
     wants_trajectory,
 )
 from rl_core.rewards.worker import RewardResult
-
-SEARCHED_ROWS = 1000
-"""Number of rows of a source that `first_rows` reads."""
 
 
 class RowCheck:
@@ -56,11 +50,6 @@ class RowCheck:
             except BrokenTruth as error:
                 fix = "correct the row's ground truth, or choose another scorer for it"
                 raise InputError(f"a ground truth for the scorer `{name}`", str(error), where, fix) from error
-
-    @property
-    def complete(self) -> bool:
-        """Whether there is a row for each scorer of the user's."""
-        return len(self._first) == len(self._own)
 
     def try_scorers(self) -> None:
         """Has each scorer of the user's score the ground truth of one row as a response, in a scoring process.
@@ -95,22 +84,6 @@ def plain_trajectory(response: str) -> dict[str, Any]:
         "reward": 0.0,
         "response_tokens": len(response),
     }
-
-
-def try_first_rows(config: RewardConfig, data: DataConfig, seed: int) -> None:
-    """Tries the user's scorers on rows from the beginning of the sources; reads nothing if there are none.
-
-    Raises InputError if a scorer fails, or as `load_source` and the sources do.
-    """
-    check = RowCheck(config)
-    for source in data.sources if not check.complete else ():
-        rows, _ = load_source(source.source).rows(source, seed)
-        for number, row in enumerate(itertools.islice(rows, SEARCHED_ROWS), start=1):
-            if not isinstance(row, InputError):
-                check(row, f"train row {number}")
-            if check.complete:
-                break
-    check.try_scorers()
 
 
 def _last_lines(detail: str) -> str:

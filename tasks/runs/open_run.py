@@ -8,6 +8,7 @@ import os
 import re
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,6 +81,7 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
         if not is_new:
             _check_same_config(store, composed, wanted)  # the previous holder may have started the run meanwhile
         changed = {} if is_new else layout_diff(_first_config(store), composed.config)
+        composed = _with_engine(composed, store)
         run = Run(wanted, composed, home, store.guarded(lease.check, lease.number), lock, lease, changed)
         if is_new:
             run.store.write_json(run_files.RUN, _facts(run))
@@ -110,11 +112,30 @@ def _facts(run: Run) -> dict[str, Any]:
 
 def _first_config(store: Store) -> RunConfig:
     """The config of the run's first start."""
-    return from_dict(store.read_json(run_files.RUN)["config"])
+    config = from_dict(store.read_json(run_files.RUN)["config"])
+    return _served_by(config, "vllm") if config.rollout.engine == "auto" else config  # older than the setting
+
+
+def _with_engine(composed: Composed, store: Store) -> Composed:
+    """The config with the engine that `rollout.engine=auto` means: the run's own, or this machine's for a new run."""
+    from rl_core.cluster.resources import resolve_device  # imports Ray
+
+    config = composed.config
+    if config.rollout.engine != "auto":
+        return composed
+    if has_started(store):
+        engine = _first_config(store).rollout.engine
+    else:
+        engine = config.rollout.engine_on(resolve_device(config.trainer))
+    return replace(composed, config=_served_by(config, engine))
+
+
+def _served_by(config: RunConfig, engine: str) -> RunConfig:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
 def _check_same_config(store: Store, composed: Composed, name: str) -> None:
-    changed = diff(_first_config(store), composed.config)
+    changed = diff(_first_config(store), _with_engine(composed, store).config)
     if changed:
         raise InputError(
             expected=f"the config with which run {name} was started",

@@ -19,8 +19,8 @@ FIXED = [5, 9, 12, 7, 33]
 PROMPT = [4, 8, 15]
 
 
-@pytest.fixture
-def question(tiny_model: Path) -> Question:
+@pytest.fixture(params=["transformers", "vllm"])
+def question(request: pytest.FixtureRequest, tiny_model: Path) -> Question:
     """The right answers of transformers, but for one log-prob and one token of the greedy answer."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
@@ -29,7 +29,7 @@ def question(tiny_model: Path) -> Question:
         second = int(model(torch.tensor([[*PROMPT, likeliest]])).logits[0, -1].argmax())
     log_probs = log_probs_TV.gather(1, torch.tensor(FIXED[1:])[:, None]).squeeze(1).tolist()
     turns = [{"prompt_ids": PROMPT, "response_ids": [likeliest, second]}]
-    return Question(str(tiny_model), "float32", 16, 1, 0.5, FIXED, log_probs, turns)
+    return Question(str(tiny_model), request.param, "float32", 16, 1, 0.5, FIXED, log_probs, turns)
 
 
 def test_what_differs_is_measured_in_nats(question: Question, tiny_model: Path) -> None:

@@ -79,13 +79,17 @@ def engine_class() -> type:
 
     class Engine:
         def __init__(self) -> None:
-            from rl_core.rollout.engine.request_queue import Requests
+            from rl_core.rollout.engine.vllm_requests import VLLMRequests
 
-            self.requests = Requests(Endless(), 1, 4)  # type: ignore[arg-type]
+            self.requests = VLLMRequests(Endless(), 1, 4, 8)  # type: ignore[arg-type]
 
         @register(Dispatch.RANK_ZERO)
         async def generate_sequences(self) -> None:
-            await self.requests.run([1], None, None)  # type: ignore[arg-type]
+            from rl_core.rollout.engine.protocol import Sampling
+            from rl_core.rollout.engine.vllm_requests import VLLMRequest
+
+            request = VLLMRequest([1], 0, Sampling(1.0, 4, ()), params=None, adapter=None)  # type: ignore[arg-type]
+            await self.requests.run(request)
 
         @register(Dispatch.RANK_ZERO)
         async def awaits_for_ever(self) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from support_data import row
 
-from rl_core.config.data import DataConfig
 from rl_core.config.reward import RewardConfig
 from rl_core.data.rows import NotScored
 from rl_core.errors import InputError
-from rl_core.rewards.row_check import RowCheck, try_first_rows
+from rl_core.rewards.row_check import RowCheck
 from rl_core.rewards.runner import RewardRunner, check_scorers, scorer_of
 
 HOSTILE = [
@@ -118,15 +117,6 @@ def test_a_mistake_of_a_scorer_is_a_users_error(module: str, name: str, seen: st
         with pytest.raises(InputError, match=seen) as error:
             tried(**settings, timeout_s=timeout_s)
         assert "train row 3" in error.value.where and "correct the scorer" in error.value.fix
-
-
-def test_the_first_rows_of_the_sources_try_the_scorers(module: str) -> None:
-    data = DataConfig(source="sort_digits", train_rows=5, val_rows=1)
-    try_first_rows(RewardConfig(function=f"{module}:fine"), data, 0)
-    with pytest.raises(InputError, match="returned 'right'"):
-        try_first_rows(RewardConfig(function=f"{module}:text"), data, 0)
-    # Without a scorer of the user's no row is read.
-    try_first_rows(RewardConfig(), DataConfig(source="files", path="/absent", val_path="/absent"), 0)
 
 
 def test_nothing_of_a_row_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,18 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.sampling_params import RequestOutputKind
 
 from rl_core.config.schema import RolloutConfig
-from rl_core.errors import TrainingError
 from rl_core.models.conversion import Conversion
 from rl_core.models.load import empty_causal_lm
 from rl_core.models.weights import WeightFiles
+from rl_core.rollout.engine.coverage import require_all
 from rl_core.rollout.engine.protocol import Completion, Sampling
-from rl_core.rollout.engine.request_queue import Requests
 from rl_core.rollout.engine.shared_memory import SHARED_MEMORY, VLLM_PATTERN
+from rl_core.rollout.engine.vllm_requests import VLLMRequest, VLLMRequests
 
 GIB = 1024**3
 CAPTURED = 512
 """Largest batch in sequences with CUDA graphs by vLLM's default; without graphs, decoding is half as fast."""
+GREEDY = Sampling(0.0, 1, ())
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`, for which it reserves memory."""
 
@@ -93,11 +94,14 @@ class VLLMEngine:
         self._conversion = Conversion(own, WeightFiles(model).file_of)
         self._expected = {name for name, _ in own.named_parameters()}
         self._as_stored = self._on_gpu and _keeps_layout(self._runner.get_model(), self._llm)
-        self._requests = Requests(self._llm.llm_engine, config.tensor_parallel_size, config.max_num_seqs)
+        self._requests = VLLMRequests(
+            self._llm.llm_engine, config.tensor_parallel_size, config.max_num_seqs, max_length
+        )
 
     async def generate(self, token_ids: list[int], seed: int, sampling: Sampling) -> Completion:
         """Samples one turn after the given tokens."""
-        request = await self._requests.run(token_ids, sampling_params(seed, sampling), self._adapter)
+        params = sampling_params(seed, sampling)
+        request = await self._requests.run(VLLMRequest(token_ids, seed, sampling, params=params, adapter=self._adapter))
         output = request.output
         assert output
         (choice,) = output.outputs
@@ -116,7 +120,7 @@ class VLLMEngine:
             asyncio.run(self._requests.follow())
             return []
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        output = self._requests.run_now(token_ids, params, self._adapter)
+        output = self._requests.run_now(VLLMRequest(token_ids, 0, GREEDY, params=params, adapter=self._adapter))
         self._requests.end()
         return _of_tokens(output.prompt_logprobs, token_ids)
 
@@ -160,12 +164,7 @@ class VLLMEngine:
 
         with torch.no_grad():
             written = self._load(self._conversion.to_stored(recorded()))
-        missing = sorted((self._expected - seen) | (self._parameters - written))
-        if missing:
-            raise TrainingError(
-                f"the push of weights version {version} did not update {len(missing)} weights of the rollout engine, "
-                f"such as {', '.join(missing[:3])}"
-            )
+        require_all((self._expected - seen) | (self._parameters - written), version)
         self._requests.weights_changed(version)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:

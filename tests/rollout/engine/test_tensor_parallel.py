@@ -1,19 +1,15 @@
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 from support import complete, plain_log_probs, start_ranks
 
-from rl_core.rollout.engine.protocol import Sampling
-
-if TYPE_CHECKING:
-    from rl_core.rollout.engine.vllm_engine import VLLMEngine
+from rl_core.rollout.engine.protocol import RolloutEngine, Sampling
 
 
 def test_two_ranks_serve_one_model_as_one_rank_does(
-    tiny_model: Path, tmp_path: Path, vllm_engine: "VLLMEngine"
+    tiny_model: Path, tmp_path: Path, vllm_engine: RolloutEngine
 ) -> None:
     left = Path("/dev/shm/-left-cpushm")  # as of an engine that was killed
     left.touch()

@@ -1,7 +1,7 @@
 """Pushes of a policy with adapters into the live engine, merged and as adapters, in float32."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +11,12 @@ from torch import Tensor
 from rl_core.config.schema import LoraConfig, OptimConfig
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
-from rl_core.rollout.engine.protocol import Sampling
+from rl_core.rollout.engine.protocol import RolloutEngine, Sampling
 from rl_core.rollout.weights import weight_sync as sharding_manager
 from rl_core.rollout.weights.weight_sync import ShardingManager
 from rl_core.training.mesh import RankMesh
 
-if TYPE_CHECKING:
-    from rl_core.rollout.engine.vllm_engine import VLLMEngine
-
+ENGINES = ("vllm", "transformers")
 TOLERANCE = 1e-5
 PROMPTS = [[4, 8, 9, 10, 2, 5], [4, 30, 2, 5], [40]]
 FIXED = [7, 8, 20, 21, 60, 3, 44, 9, 9, 1, 33, 50]
@@ -28,7 +26,7 @@ FREE = Sampling(1.0, 8, ())
 class Trainer:
     """A policy with adapters, and the sharding manager that pushes it."""
 
-    def __init__(self, model: Path, rank_mesh: RankMesh, rollout: "VLLMEngine", as_adapter: bool) -> None:
+    def __init__(self, model: Path, rank_mesh: RankMesh, rollout: RolloutEngine, as_adapter: bool) -> None:
         self.rollout = rollout
         self.engine = policy_engine(model, rank_mesh, OptimConfig(lr=3e-2), lora=LoraConfig(rank=4, alpha=8))
         self.sharding = ShardingManager(self.engine, rollout, "float32", TOLERANCE, 64, as_adapter)
@@ -49,11 +47,10 @@ class Trainer:
         torch.testing.assert_close(batch.batch["rollout_log_probs"], wanted_BR, rtol=0, atol=TOLERANCE)
 
 
-@pytest.fixture(params=["merged", "adapter"])
+@pytest.fixture(params=[f"{engine}_{kind}" for engine in ENGINES for kind in ("engine", "adapter_engine")])
 def trainer(request: pytest.FixtureRequest, tiny_model: Path, rank_mesh: RankMesh) -> Trainer:
-    as_adapter = request.param == "adapter"
-    rollout = request.getfixturevalue("adapter_engine" if as_adapter else "vllm_engine")
-    return Trainer(tiny_model, rank_mesh, rollout, as_adapter)
+    """Pushes merged weights, or adapters, to each engine."""
+    return Trainer(tiny_model, rank_mesh, request.getfixturevalue(request.param), "adapter" in request.param)
 
 
 def test_the_engine_serves_the_trained_policy(trainer: Trainer, tiny_model: Path) -> None:
@@ -81,7 +78,11 @@ def test_a_policy_that_was_trained_before_the_first_push(trainer: Trainer, tiny_
 
 
 def test_after_the_first_push_only_adapters_go(
-    tiny_model: Path, rank_mesh: RankMesh, adapter_engine: "VLLMEngine", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_model: Path,
+    rank_mesh: RankMesh,
+    adapter_engine: RolloutEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     trainer = Trainer(tiny_model, rank_mesh, adapter_engine, True)
     monkeypatch.setattr(sharding_manager, "SHARED_MEMORY", tmp_path)
@@ -91,7 +92,8 @@ def test_after_the_first_push_only_adapters_go(
     trainer.train()
     trainer.sharding.push(1)
     assert len(pushed) == 1 and list(tmp_path.iterdir()) == []
-    assert len(adapter_engine._llm.llm_engine.list_loras()) == 1
+    if hasattr(adapter_engine, "_llm"):
+        assert len(adapter_engine._llm.llm_engine.list_loras()) == 1
 
 
 def test_adapters_that_were_changed_on_the_way_are_caught(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
