@@ -128,17 +128,19 @@ def test_responses_are_those_of_engines_on_the_actors_place(
 
 def test_a_turn_goes_on_over_a_push_and_several_batches_are_under_way_at_once(roles: Roles, pool: RolloutPool) -> None:
     pool.push_weights(2)
-    calls = [pool.submit(prompts(80, 4), temperature) for temperature in (1.0, 0.7)]
+    calls = [pool.submit(prompts(80, 16), temperature) for temperature in (1.0, 0.7)]
     time.sleep(0.2)
     assert not any(share.call.settled() for call in calls for share in call._shares)
     train(roles)
     assert pool.push_weights(3) < TOLERANCE
     first, second = calls[1].get(), calls[0].get()
+    versions: set[float] = set()
     for batch in (first, second):
-        assert batch.non_tensor_batch["seed"].tolist() == prompts(80, 4).non_tensor_batch["seed"].tolist()
+        assert batch.non_tensor_batch["seed"].tolist() == prompts(80, 16).non_tensor_batch["seed"].tolist()
         on = batch.batch["response_mask"].bool()
-        assert set(batch.batch["version"][on].tolist()) == {2, 3}
+        versions |= set(batch.batch["version"][on].tolist())
         assert (batch.batch["version"].diff()[on[:, 1:]] >= 0).all()
+    assert versions == {2, 3}
     assert not torch.equal(first.batch["responses"], second.batch["responses"])
 
 
@@ -146,15 +148,15 @@ def test_an_engine_that_is_killed_loses_nothing_and_comes_back_at_the_next_push(
     roles: Roles, pool: RolloutPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool.push_weights(4)
-    wanted = pool.generate_sequences(prompts(80, 4), 1.0)
+    wanted = pool.generate_sequences(prompts(80, 16), 1.0)
     sent_again = pool.redispatched
-    call = pool.submit(prompts(80, 4), 1.0)
+    call = pool.submit(prompts(80, 16), 1.0)
     time.sleep(0.1)
     kill(pool, 0)
     seen = call.get()
     assert same_responses(seen, wanted)
-    assert pool.engines == 1 and pool.redispatched - sent_again == 160
-    assert same_responses(pool.generate_sequences(prompts(80, 4), 1.0), wanted)
+    assert pool.engines == 1 and pool.redispatched - sent_again == 640
+    assert same_responses(pool.generate_sequences(prompts(80, 16), 1.0), wanted)
     (note,) = [record.message for record in caplog.records if "lost rollout engine" in record.message]
     assert "lost rollout engine 0, continuing with 1: rank 0 of RolloutWorker-0 was lost during" in note
     train(roles)
@@ -188,7 +190,7 @@ def test_a_pool_goes_on_without_engines_that_do_not_start_again_until_none_is_le
     assert pool.engines == 1
     (note,) = [record.message for record in caplog.records if "start" in record.message]
     assert note.startswith("rollout engine 0 failed to restart: ")
-    call = pool.submit(prompts(80, 4), 1.0)
+    call = pool.submit(prompts(80, 16), 1.0)
     kill(pool, 1)
     with pytest.raises(TransientError, match="no rollout engine is left; .* was lost during"):
         call.get()
