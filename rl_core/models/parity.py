@@ -8,6 +8,7 @@ and all gradients must agree. Otherwise training would optimise another function
 import copy
 import hashlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class Parity:
     @property
     def is_exact(self) -> bool:
         """Whether both are within the limit."""
-        return max(self.log_prob, self.gradient) <= self.limit
+        return all(each <= self.limit for each in (self.log_prob, self.gradient))  # not so for NaN
 
 
 def check_parity(path: str, max_length: int, cache: Path) -> None:
@@ -76,7 +77,8 @@ def check_parity(path: str, max_length: int, cache: Path) -> None:
 
 
 def _key(config: PreTrainedConfig, max_length: int) -> str:
-    own = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("attention", "load", "log_probs")]
+    names = ("attention", "load", "log_probs", "narrow", "parity")
+    own = [Path(__file__).with_name(f"{name}.py").read_text() for name in names]
     content = [config.to_json_string(), _window(config, max_length), torch.__version__, transformers.__version__, *own]
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
@@ -105,12 +107,17 @@ def _limit(reference: PreTrainedModel, wanted: tuple[Tensor, Tensor]) -> float:
         for parameter in changed.parameters():
             parameter.mul_(1 + torch.finfo(torch.float32).eps * torch.randn_like(parameter))
     seen = _plain_outputs(changed, _sequences(reference.config))
-    noise = max(_difference(seen, wanted), _gradient_difference(changed, reference))
-    return min(max(TOLERANCE, NOISE_FACTOR * noise), MAX_TOLERANCE)
+    noise = _highest(_difference(seen, wanted), _gradient_difference(changed, reference))
+    return min(max(TOLERANCE, NOISE_FACTOR * noise), MAX_TOLERANCE) if math.isfinite(noise) else TOLERANCE
 
 
 def _difference(seen: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True))
+    return _highest(*((a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True)))
+
+
+def _highest(*values: float) -> float:
+    """The maximum; NaN if one value is, which `max` may leave out."""
+    return torch.tensor(values, dtype=torch.float64).max().item()
 
 
 def _window(config: PreTrainedConfig, max_length: int) -> int | None:
@@ -190,9 +197,8 @@ def _gradient_difference(own: PreTrainedModel, reference: PreTrainedModel) -> fl
     wanted = {name: _zeros_if_none(each) for name, each in reference.named_parameters()}
     total = torch.stack([each.norm() for each in wanted.values()]).norm().item()
     seen = {name: _zeros_if_none(each) for name, each in own.named_parameters()}
-    norms = {name: max(each.norm().item(), 1e-3 * total) for name, each in wanted.items()}
-    differences = torch.tensor([(seen[name] - each).norm().item() / norms[name] for name, each in wanted.items()])
-    return differences.max().item()
+    norms = {name: _highest(each.norm().item(), 1e-3 * total) for name, each in wanted.items()}
+    return _highest(*((seen[name] - each).norm().item() / norms[name] for name, each in wanted.items()))
 
 
 def _zeros_if_none(parameter: torch.nn.Parameter) -> Tensor:

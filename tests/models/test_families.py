@@ -61,6 +61,10 @@ PLANTED: dict[str, tuple[str, Plant]] = {
         "mistral",
         lambda patch: patch.setattr(Layout, "visible", _wider(Layout.visible)),
     ),
+    "a gradient that is not a number": (
+        "qwen3",
+        lambda patch: patch.setattr(LogitTransform, "gradient", lambda _, __, of: of * torch.nan),
+    ),
     "a wrong gradient": ("qwen3", lambda patch: patch.setattr(LogitTransform, "gradient", lambda _, __, of: of * 1.01)),
 }
 

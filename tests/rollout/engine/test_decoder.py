@@ -56,6 +56,25 @@ def test_turns_that_wait_for_room_are_the_same(tiny_model: Path, settings: dict[
         assert turn.log_probs == pytest.approx(alike.log_probs, abs=1e-5)
 
 
+def test_tokens_of_turns_sent_back_keep_the_version_that_sampled_them(tiny_model: Path) -> None:
+    engine = engine_of(tiny_model, kv_cache_gb=2e-4)
+    requests, before = engine._requests, dict[tuple[int, ...], int]()
+    step = requests._step
+
+    def pushed() -> None:
+        if not before and any(turn.sampled_ids for turn in requests._waiting):
+            before.update({tuple(turn.token_ids): len(turn.sampled_ids) for turn in requests._under_way})
+            requests.weights_changed(1)
+        step()
+
+    requests._step = pushed  # type: ignore[method-assign]
+    turns = complete(engine, PROMPTS, list(range(24)), FREE)
+    assert any(before.values())
+    for turn in turns:
+        old = before.get(tuple(turn.prompt_ids), 20)
+        assert turn.versions == [-1] * old + [1] * (20 - old)
+
+
 def test_layers_with_another_state_are_computed_anew_for_every_token(tiny_model: Path) -> None:
     wanted = complete(engine_of(tiny_model), PROMPTS, list(range(24)), FREE)
     engine = engine_of(tiny_model)
