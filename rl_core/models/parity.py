@@ -165,9 +165,12 @@ def _sequences(config: PreTrainedConfig) -> list[Tensor]:
     return [torch.randint(3, high, (length,), generator=generator) for length in LENGTHS]
 
 
-def _objective(log_prob_N: Tensor, entropy_N: Tensor) -> Tensor:
-    weight_N = torch.linspace(-1.0, 1.5, len(log_prob_N), device=log_prob_N.device)
-    return (weight_N * (log_prob_N + 0.3 * entropy_N)).sum()
+def _differentiated(log_prob_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The values, after the backward pass of an objective of both where gradients are enabled."""
+    if torch.is_grad_enabled():
+        weight_N = torch.linspace(-1.0, 1.5, len(log_prob_N), device=log_prob_N.device)
+        (weight_N * (log_prob_N + 0.3 * entropy_N)).sum().backward()
+    return log_prob_N.detach(), entropy_N.detach()
 
 
 def _plain_outputs(model: PreTrainedModel, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -177,8 +180,7 @@ def _plain_outputs(model: PreTrainedModel, sequences: list[Tensor]) -> tuple[Ten
         log_prob_N = logits_TV.gather(1, ids_T[1:, None])[:, 0]
         parts.append((log_prob_N, -(logits_TV.exp() * logits_TV).sum(-1)))
     log_prob_N, entropy_N = (torch.cat(each) for each in zip(*parts, strict=True))
-    _objective(log_prob_N, entropy_N).backward()
-    return log_prob_N.detach(), entropy_N.detach()
+    return _differentiated(log_prob_N, entropy_N)
 
 
 def _outputs(policy: PolicyModel, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -187,8 +189,7 @@ def _outputs(policy: PolicyModel, sequences: list[Tensor]) -> tuple[Tensor, Tens
     target_N = torch.ones(sum(lengths), dtype=torch.bool)
     target_N[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
     log_prob_N, entropy_N, _ = policy(packed, target_N.nonzero().squeeze(1).to(device), 1.0)
-    _objective(log_prob_N, entropy_N).backward()
-    return log_prob_N.detach(), entropy_N.detach()
+    return _differentiated(log_prob_N, entropy_N)
 
 
 def _gradient_difference(own: PreTrainedModel, reference: PreTrainedModel) -> float:
@@ -228,7 +229,7 @@ def narrow_model(config: PreTrainedConfig, max_length: int) -> PreTrainedModel:
 
 def rounding(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     """Largest difference in nats between the log-probs of a narrow model in `dtype` and in float32, on the CPU."""
-    with torch.random.fork_rng(devices=[]), _quiet():
+    with torch.random.fork_rng(devices=[]), _quiet(), torch.no_grad():
         torch.manual_seed(0)
         reference, (wanted_N, _) = _reference(config, None, CPU)
         own = PolicyModel(causal_lm(copy.deepcopy(reference.config)))
