@@ -289,7 +289,7 @@ class Packed:
         """For this rank's target tokens: last hidden states before them [n, D], their ids [n], and a mask [N] of them
         among all target tokens (None without sequence parallelism)."""
         output = self._packed(model) if is_packed(model) else self._padded(model)
-        # A shared prefix has one row for several targets; unlike indexing, `index_select` adds their gradients in order.
+        # A shared prefix has one row for several targets: `index_select`, unlike indexing, adds gradients in order.
         before_N = self.layout.in_row(target_N - 1)
         if self.parallel is None:
             return output.index_select(0, before_N), self.ids_T[target_N], None

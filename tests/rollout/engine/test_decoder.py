@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rl_core.config.schema import RolloutConfig
+from rl_core.errors import TrainingError
 from rl_core.rollout.engine.kv_cache import CachedLayout, KeyValueCache, cached_attention
 from rl_core.rollout.engine.protocol import Sampling
 from rl_core.rollout.engine.transformers_engine import TransformersEngine
@@ -123,6 +124,17 @@ def test_the_head_has_the_engines_own_copy(tiny_model: Path) -> None:
         for weight in weights.values():
             weight.add_(1.0)
     assert engine.log_probs(PROMPTS[9]) == before and engine.version == 1
+
+
+def test_a_push_of_other_names_or_without_a_buffer_stops_training(tiny_model: Path) -> None:
+    engine = engine_of(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    weights = [*model.named_parameters(), ("lm_head.weight", model.lm_head.weight)]
+    with pytest.raises(TrainingError, match="version 3 has model.other, which the rollout engine lacks"):
+        engine.update_weights([*weights, ("model.other", torch.zeros(1))], 3)
+    engine._model.register_buffer("routing_bias", torch.zeros(1))
+    with pytest.raises(TrainingError, match="version 4 did not update 1 weights .* such as routing_bias"):
+        engine.update_weights(weights, 4)
 
 
 @pytest.mark.parametrize("window", [None, 3, 8])
