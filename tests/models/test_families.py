@@ -32,7 +32,7 @@ EXACT = [
 
 @pytest.mark.parametrize("family", EXACT)
 def test_a_family_computes_and_stores_what_transformers_does(family: str) -> None:
-    row = examine(family, push=False)
+    row = examine(family)
     assert (row.verdict, row.round_trip) == ("exact", WORKING)
 
 
