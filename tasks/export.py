@@ -1,5 +1,6 @@
 """Exports the policy as an ordinary Hugging Face folder, which is then evaluated, registered, reloaded and served."""
 
+from dataclasses import asdict
 from typing import Any
 
 from rl_core.rollout.weights.canary import Canary
@@ -15,6 +16,6 @@ def export(session: Session, step: int) -> dict[str, Any]:
         actor = session.workers.train_to(step).actor
         files = actor.export(session.store, folder)[0]
         canary: Canary = actor.canary()[0]
-        session.store.write_json(run_files.CANARY, {"token_ids": canary.token_ids, "log_probs": canary.log_probs})
+        session.store.write_json(run_files.CANARY, asdict(canary))
         manifest = session.store.commit_folder(folder, {"step": step}, files)
     return manifest

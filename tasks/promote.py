@@ -9,6 +9,7 @@ from rl_core.console import clean
 from rl_core.evaluation.constant import constant_score
 from rl_core.evaluation.gate import Decision, decide
 from rl_core.evaluation.reload import Question, reload_test
+from rl_core.rollout.weights.canary import log_prob_limit
 from rl_core.storage import run_files
 from rl_core.storage.manifest import Json
 from tasks.evaluate import champion_result
@@ -51,6 +52,8 @@ def reload(session: Session, version: str, step: int) -> None:
         )
         session.workers.drop()  # the new process needs their devices
         found = reload_test(question, worker_env(config.trainer), config.trainer.call_timeout_s)
+        # Runs of earlier versions did not record the rounding error.
+        found["rounding"] = canary.get("rounding", 0.0)
         session.store.write_json(run_files.RELOAD, {"version": version, **found})
     found = session.store.read_json(run_files.RELOAD)
     session.console.note(
@@ -146,4 +149,7 @@ def _stored_reload(session: Session, version: str) -> Json | None:
 def _reload_result(session: Session, version: str) -> Json | None:
     config = session.config
     found = _stored_reload(session, version) if config.gate.reload else None
-    return found and {**found, "tolerance": config.gate.reload_tolerance or config.rollout.canary_tolerance}
+    if found is None:
+        return None
+    limit = log_prob_limit(config.rollout.canary_tolerance, found.get("rounding", 0.0))
+    return {**found, "tolerance": config.gate.reload_tolerance or limit}

@@ -26,6 +26,7 @@ from rl_core.config.schema import OptimConfig
 from rl_core.data.protocol import DataProto, Metrics
 from rl_core.models.load import PolicyModel, ValueModel, empty_causal_lm, stop_tokens
 from rl_core.models.lora import adapters_off, add_adapters
+from rl_core.models.narrow import has_experts
 from rl_core.rollout.agent.agent_loop import roll_out
 from rl_core.rollout.engine.factory import build_engine
 from rl_core.rollout.engine.protocol import RolloutEngine
@@ -266,7 +267,8 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(Dispatch.ONE_TO_ALL)
     def gpu_usage(self) -> GpuUsage:
         """The actor's use of this rank's GPU since the last call; on CUDA only."""
-        return gpu_usage(self.actor.module, self.device)
+        dense = not (self.config.needs_critic or has_experts(self.actor.model.config))
+        return gpu_usage(self.actor.module, self.device, dense)
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def update_supervised(self, data: DataProto) -> Metrics:

@@ -53,7 +53,8 @@ class GateConfig(Section):
     reload: bool = True
     """Load the registered version in a fresh process and compare its log-probs with the trainer's."""
     reload_tolerance: float | None = Field(None, gt=0, le=MAX_VALUE)
-    """Maximum absolute difference of log-probs after a reload; unset: `rollout.canary_tolerance`."""
+    """Maximum absolute difference of log-probs after a reload; unset: the limit of the canary after a
+    weight push."""
 
 
 def gate_checks(evaluation: EvaluationConfig, gate: GateConfig, has_reference: bool) -> list[tuple[object, str]]:

@@ -386,6 +386,11 @@ class RunConfig(Section):
                 "reward.function=none requires another source of rewards: reward.model.path, reward.extra_functions, "
                 "agent.tools, agent.mcp_servers or agent.environment",
             ),
+            (
+                self.model.path != "tiny" or not (self.model.chat_template or self.data.chat_template_kwargs),
+                "model.chat_template and data.chat_template_kwargs require model.path=FOLDER: model.path=tiny has a "
+                "template of its own",
+            ),
             *self._learning_checks(),
             *self._data_checks(),
             (

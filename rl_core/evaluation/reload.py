@@ -32,7 +32,7 @@ class Question:
 
     folder: str
     engine: str
-    """`vllm`, or `transformers` for the library's own forward."""
+    """`vllm`, or `transformers` for its own forward pass."""
     dtype: str
     max_length: int
     tensor_parallel_size: int
@@ -129,18 +129,27 @@ def _with_transformers(question: Question, sequences: list[list[int]]) -> list[T
     import torch
     from transformers import AutoModelForCausalLM
 
+    from rl_core.models.load import body, logit_transform
+    from rl_core.models.log_probs import LOGIT_CHUNK
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, question.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(
         question.folder, dtype=dtype, local_files_only=True, trust_remote_code=False
     )
-    model.to(device)
+    model.to(device).eval()
+    transform = logit_transform(model.config)
     tables: list[Table] = []
     for ids in sequences:
         with torch.inference_mode():
-            log_prob_TV = model(torch.tensor([ids], device=device)).logits[0, :-1].float().log_softmax(-1)
-        own_T = log_prob_TV.gather(1, torch.tensor(ids[1:], device=device)[:, None]).squeeze(1)
-        tables.append(list(zip(own_T.tolist(), log_prob_TV.amax(-1).tolist(), strict=True)))
+            ids_T, table = torch.tensor(ids, device=device), list[tuple[float, float]]()
+            hidden_TD = body(model)(input_ids=ids_T[None], use_cache=False).last_hidden_state[0, :-1]
+            # One chunk of logits is in memory at a time, as in training.
+            for hidden_ND, label_N in zip(hidden_TD.split(LOGIT_CHUNK), ids_T[1:].split(LOGIT_CHUNK), strict=True):
+                log_prob_NV = transform(model.get_output_embeddings()(hidden_ND).float()).log_softmax(-1)
+                own_N = log_prob_NV.gather(1, label_N[:, None]).squeeze(1)
+                table += zip(own_N.tolist(), log_prob_NV.amax(-1).tolist(), strict=True)
+        tables.append(table)
     return tables
 
 

@@ -72,14 +72,14 @@ class Conversion:
         source = self.sources[name]
         if source.converter is None:
             return read(next(iter(source.names.values()))[0], rows)
-        by_expert = _stacks_experts(source.converter)
+        by_expert = stacks_experts(source.converter)
         converter = deepcopy(source.converter)
         for pattern, names in source.names.items():
             chosen = names[rows] if by_expert else names
             parts: list[Any] = [partial(read, each, slice(None)) for each in chosen]  # read when they are converted
             converter.collected_tensors[pattern] = parts
         values = converter.convert(name, model=self._model, config=self._model.config)
-        value = values.get(name, next(iter(values.values())))
+        value = values[name]
         whole: Tensor = value[0] if isinstance(value, list) else value
         return whole if by_expert or not whole.ndim else whole[rows]
 
@@ -131,7 +131,7 @@ def _all_targets(first: str, converter: WeightConverter | None) -> list[str]:
     return [first.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns]
 
 
-def _stacks_experts(converter: WeightConverter) -> bool:
+def stacks_experts(converter: WeightConverter) -> bool:
     """Whether row i of the result is made from tensor i of each pattern only."""
     first, *others = converter.operations
     dims = [getattr(each, name) for each in others for name in ("dim", "dim0", "dim1") if hasattr(each, name)]

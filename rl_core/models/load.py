@@ -289,11 +289,12 @@ class Packed:
         """For this rank's target tokens: last hidden states before them [n, D], their ids [n], and a mask [N] of them
         among all target tokens (None without sequence parallelism)."""
         output = self._packed(model) if is_packed(model) else self._padded(model)
+        # A shared prefix has one row for several targets: `index_select`, unlike indexing, adds gradients in order.
         before_N = self.layout.in_row(target_N - 1)
         if self.parallel is None:
-            return output[before_N], self.ids_T[target_N], None
+            return output.index_select(0, before_N), self.ids_T[target_N], None
         own_N = (before_N >= self.own.start) & (before_N < self.own.stop)
-        return output[before_N[own_N] - self.own.start], self.ids_T[target_N[own_N]], own_N
+        return output.index_select(0, before_N[own_N] - self.own.start), self.ids_T[target_N[own_N]], own_N
 
     def _packed(self, model: "PreTrainedModel") -> Tensor:
         output = model(input_ids=self.input_ids, position_ids=self.position_ids, layout=self.layout, use_cache=False)

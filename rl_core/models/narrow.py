@@ -33,6 +33,12 @@ def narrow_configs(config: PreTrainedConfig, window: int | None) -> Iterator[Pre
                 yield narrow
 
 
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Whether a token uses only some of the model's parameters."""
+    text = config.get_text_config()
+    return any((getattr(text, name, None) or 0) > 1 for name in _EXPERTS)
+
+
 def _divisors(text: PreTrainedConfig) -> list[int]:
     """Divisors of the widths, the largest first, that keep several heads and a grouping of them."""
     heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))

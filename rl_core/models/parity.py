@@ -8,6 +8,7 @@ and all gradients must agree. Otherwise training would optimise another function
 import copy
 import hashlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class Parity:
     @property
     def is_exact(self) -> bool:
         """Whether both are within the limit."""
-        return max(self.log_prob, self.gradient) <= self.limit
+        return all(each <= self.limit for each in (self.log_prob, self.gradient))  # not so for NaN
 
 
 def check_parity(path: str, max_length: int, cache: Path) -> None:
@@ -76,7 +77,8 @@ def check_parity(path: str, max_length: int, cache: Path) -> None:
 
 
 def _key(config: PreTrainedConfig, max_length: int) -> str:
-    own = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("attention", "load", "log_probs")]
+    names = ("attention", "load", "log_probs", "narrow", "parity")
+    own = [Path(__file__).with_name(f"{name}.py").read_text() for name in names]
     content = [config.to_json_string(), _window(config, max_length), torch.__version__, transformers.__version__, *own]
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
@@ -105,12 +107,17 @@ def _limit(reference: PreTrainedModel, wanted: tuple[Tensor, Tensor]) -> float:
         for parameter in changed.parameters():
             parameter.mul_(1 + torch.finfo(torch.float32).eps * torch.randn_like(parameter))
     seen = _plain_outputs(changed, _sequences(reference.config))
-    noise = max(_difference(seen, wanted), _gradient_difference(changed, reference))
-    return min(max(TOLERANCE, NOISE_FACTOR * noise), MAX_TOLERANCE)
+    noise = _highest(_difference(seen, wanted), _gradient_difference(changed, reference))
+    return min(max(TOLERANCE, NOISE_FACTOR * noise), MAX_TOLERANCE) if math.isfinite(noise) else TOLERANCE
 
 
 def _difference(seen: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True))
+    return _highest(*((a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True)))
+
+
+def _highest(*values: float) -> float:
+    """The maximum; NaN if one value is, which `max` may leave out."""
+    return torch.tensor(values, dtype=torch.float64).max().item()
 
 
 def _window(config: PreTrainedConfig, max_length: int) -> int | None:
@@ -158,9 +165,12 @@ def _sequences(config: PreTrainedConfig) -> list[Tensor]:
     return [torch.randint(3, high, (length,), generator=generator) for length in LENGTHS]
 
 
-def _objective(log_prob_N: Tensor, entropy_N: Tensor) -> Tensor:
-    weight_N = torch.linspace(-1.0, 1.5, len(log_prob_N), device=log_prob_N.device)
-    return (weight_N * (log_prob_N + 0.3 * entropy_N)).sum()
+def _differentiated(log_prob_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The values, after the backward pass of an objective of both where gradients are enabled."""
+    if torch.is_grad_enabled():
+        weight_N = torch.linspace(-1.0, 1.5, len(log_prob_N), device=log_prob_N.device)
+        (weight_N * (log_prob_N + 0.3 * entropy_N)).sum().backward()
+    return log_prob_N.detach(), entropy_N.detach()
 
 
 def _plain_outputs(model: PreTrainedModel, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -170,8 +180,7 @@ def _plain_outputs(model: PreTrainedModel, sequences: list[Tensor]) -> tuple[Ten
         log_prob_N = logits_TV.gather(1, ids_T[1:, None])[:, 0]
         parts.append((log_prob_N, -(logits_TV.exp() * logits_TV).sum(-1)))
     log_prob_N, entropy_N = (torch.cat(each) for each in zip(*parts, strict=True))
-    _objective(log_prob_N, entropy_N).backward()
-    return log_prob_N.detach(), entropy_N.detach()
+    return _differentiated(log_prob_N, entropy_N)
 
 
 def _outputs(policy: PolicyModel, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -180,8 +189,7 @@ def _outputs(policy: PolicyModel, sequences: list[Tensor]) -> tuple[Tensor, Tens
     target_N = torch.ones(sum(lengths), dtype=torch.bool)
     target_N[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
     log_prob_N, entropy_N, _ = policy(packed, target_N.nonzero().squeeze(1).to(device), 1.0)
-    _objective(log_prob_N, entropy_N).backward()
-    return log_prob_N.detach(), entropy_N.detach()
+    return _differentiated(log_prob_N, entropy_N)
 
 
 def _gradient_difference(own: PreTrainedModel, reference: PreTrainedModel) -> float:
@@ -190,9 +198,8 @@ def _gradient_difference(own: PreTrainedModel, reference: PreTrainedModel) -> fl
     wanted = {name: _zeros_if_none(each) for name, each in reference.named_parameters()}
     total = torch.stack([each.norm() for each in wanted.values()]).norm().item()
     seen = {name: _zeros_if_none(each) for name, each in own.named_parameters()}
-    norms = {name: max(each.norm().item(), 1e-3 * total) for name, each in wanted.items()}
-    differences = torch.tensor([(seen[name] - each).norm().item() / norms[name] for name, each in wanted.items()])
-    return differences.max().item()
+    norms = {name: _highest(each.norm().item(), 1e-3 * total) for name, each in wanted.items()}
+    return _highest(*((seen[name] - each).norm().item() / norms[name] for name, each in wanted.items()))
 
 
 def _zeros_if_none(parameter: torch.nn.Parameter) -> Tensor:
@@ -222,7 +229,7 @@ def narrow_model(config: PreTrainedConfig, max_length: int) -> PreTrainedModel:
 
 def rounding(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     """Largest difference in nats between the log-probs of a narrow model in `dtype` and in float32, on the CPU."""
-    with torch.random.fork_rng(devices=[]), _quiet():
+    with torch.random.fork_rng(devices=[]), _quiet(), torch.no_grad():
         torch.manual_seed(0)
         reference, (wanted_N, _) = _reference(config, None, CPU)
         own = PolicyModel(causal_lm(copy.deepcopy(reference.config)))

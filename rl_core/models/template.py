@@ -5,6 +5,8 @@ Values are written into the template as its first statements, so that the export
 
 import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def change_template(
             "data.chat_template_kwargs",
             "set model.chat_template=FILE too",
         )
-    values = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in variables.items())
+    values = "".join(
+        f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}\n" for name, value in variables.items()
+    )
     tokenizer.chat_template = values + text
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "question"}], tokenize=False)
@@ -72,10 +76,17 @@ def templated_folder(
     text = str(tokenizer.chat_template)
     key = hashlib.sha256(f"{folder.resolve()}\n{text}".encode()).hexdigest()
     target = parent / f"template-{key[:16]}"
-    target.mkdir(parents=True, exist_ok=True)
-    for file in folder.resolve().iterdir():
-        link = target / file.name
-        if file.is_file() and file.name != FILE and not link.exists():
-            link.symlink_to(file)
-    (target / FILE).write_text(text)
+    if not target.exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".draft", dir=parent))
+        for file in folder.resolve().iterdir():
+            if file.is_file() and file.name != FILE:
+                (draft / file.name).symlink_to(file)
+        (draft / FILE).write_text(text)
+        try:
+            draft.rename(target)
+        except OSError:  # another run was first
+            shutil.rmtree(draft)
+            if not target.exists():
+                raise
     return target

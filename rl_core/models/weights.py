@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl_core.errors import InputError
-from rl_core.models.conversion import Conversion, persistent_buffers
+from rl_core.models.conversion import Conversion, Source, persistent_buffers, stacks_experts
 from rl_core.models.folder import INDEX
 from rl_core.models.lora import base_name, first_values, is_adapter
 
@@ -43,11 +43,16 @@ class WeightFiles:
             values: Tensor = part[rows] if part.get_shape() else file.get_tensor(name)
             return values
 
-    def kind(self, name: str) -> tuple[str, list[int]]:
-        """Data type (as in the file) and shape of a tensor."""
-        with safe_open(self.folder / self.file_of[name], framework="pt") as file:
-            part = file.get_slice(name)
-            return part.get_dtype(), list(part.get_shape())
+    @cached_property
+    def kinds(self) -> dict[str, tuple[str, list[int]]]:
+        """Data type (as in the file) and shape of each tensor in the files."""
+        found = {}
+        for each in sorted(set(self.file_of.values())):
+            with safe_open(self.folder / each, framework="pt") as file:
+                for name in (name for name, place in self.file_of.items() if place == each):
+                    part = file.get_slice(name)
+                    found[name] = part.get_dtype(), list(part.get_shape())
+        return found
 
 
 def check_weights(model: "PreTrainedModel", folder: Path) -> Conversion:
@@ -69,8 +74,9 @@ def check_weights(model: "PreTrainedModel", folder: Path) -> Conversion:
         )
     for name, parameter in parameters.items():
         source = conversion.sources[name]
+        _check_experts(name, parameter, source, files)
         for stored in chain.from_iterable(source.names.values()):
-            dtype, shape = files.kind(stored)
+            dtype, shape = files.kinds[stored]
             wanted = shape if source.converter else list(parameter.shape)  # a converter makes another shape
             if shape != wanted or dtype not in _WEIGHTS:
                 raise InputError(
@@ -81,6 +87,22 @@ def check_weights(model: "PreTrainedModel", folder: Path) -> Conversion:
                     "quantised",
                 )
     return conversion
+
+
+def _check_experts(name: str, parameter: Tensor, source: Source, files: WeightFiles) -> None:
+    """Raises InputError unless every expert of a stack has tensors of one shape for each pattern."""
+    if source.converter is None or not stacks_experts(source.converter):
+        return
+    for pattern in source.converter.source_patterns:
+        stored = source.names.get(pattern, [])
+        shapes = {tuple(files.kinds[each][1]) for each in stored}
+        if len(stored) != len(parameter) or len(shapes) != 1:
+            raise InputError(
+                f"tensors {pattern} of {len(parameter)} experts, of one shape",
+                f"{len(stored)} tensors" + (f" of the shapes {sorted(shapes)}" if len(shapes) > 1 else ""),
+                f"{files.folder}, parameter {name}",
+                "use the config.json of these weights, and all of their files",
+            )
 
 
 def load_weights(
@@ -98,14 +120,14 @@ def load_weights(
     stored = {name: buffer for name, buffer in persistent_buffers(model) if name in conversion.sources}
     _compute_buffers(model, model, {id(buffer) for buffer in stored.values()})
     for name, buffer in stored.items():
-        buffer.copy_(conversion.read(name, slice(None), files.read))
+        _copy(name, buffer, conversion.read(name, slice(None), files.read))
     names = {parameter: base_name(name) for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         if is_adapter(name):
-            _fill(parameter, first_values(name, parameter.shape, generator).__getitem__)
+            _fill(name, parameter, first_values(name, parameter.shape, generator).__getitem__)
         elif parameter in names:
-            _fill(parameter, partial(conversion.read, names[parameter], read=files.read))
+            _fill(name, parameter, partial(conversion.read, names[parameter], read=files.read))
         else:
             nn.init.zeros_(parameter)
 
@@ -122,14 +144,25 @@ def _compute_buffers(part: nn.Module, owner: "PreTrainedModel", stored: set[int]
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, read: Callable[[slice], Tensor]) -> None:
+def _fill(name: str, parameter: nn.Parameter, read: Callable[[slice], Tensor]) -> None:
     """Copies the rows from `read` into the parameter, or into this rank's shard of it."""
     target, start = parameter.data, 0
     if isinstance(target, DTensor):
         _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
         target, start = target.to_local(), offset[0] if offset else 0
     if target.numel():
-        target.copy_(read(slice(start, start + len(target)) if target.ndim else slice(None)))
+        _copy(name, target, read(slice(start, start + len(target)) if target.ndim else slice(None)))
+
+
+def _copy(name: str, target: Tensor, values: Tensor) -> None:
+    if values.shape != target.shape:  # `copy_` would repeat the values of a smaller shape
+        raise InputError(
+            f"values of shape {list(target.shape)} for {name}",
+            f"shape {list(values.shape)}",
+            "the model's weights",
+            "use the config.json of these weights",
+        )
+    target.copy_(values)
 
 
 def _names(file: Path) -> Iterator[str]:

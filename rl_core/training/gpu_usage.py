@@ -13,17 +13,19 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """A rank's card, the parameters of its whole model, and its peaks of GPU memory since the last call in bytes."""
+    """A rank's card, the parameters of its whole model (None if they do not tell the FLOPs
+    of an update), and its peaks of GPU memory since the last call in bytes."""
 
     card: str
-    parameters: int
+    parameters: int | None
     allocated: int
     reserved: int
 
 
-def gpu_usage(model: nn.Module, device: torch.device) -> GpuUsage:
-    """The usage of this rank's GPU; the peaks start again."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+def gpu_usage(model: nn.Module, device: torch.device, dense: bool) -> GpuUsage:
+    """The usage of this rank's GPU; the peaks start again. In an update of a `dense` model every token uses every
+    parameter, and no other model is trained."""
+    parameters = sum(parameter.numel() for parameter in model.parameters()) if dense else None
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     return GpuUsage(torch.cuda.get_device_name(device), parameters, *peaks)
@@ -37,6 +39,6 @@ def gpu_metrics(ranks: list[GpuUsage], tokens: float, seconds: float) -> Metrics
         "perf/gpu_memory_reserved": max(rank.reserved for rank in ranks) / 2**30,
     }
     peak = next((flops for card, flops in PEAKS.items() if card in ranks[0].card), None)
-    if peak is not None:
-        metrics["perf/mfu"] = 6 * ranks[0].parameters * tokens / max(seconds, 1e-9) / (len(ranks) * peak)
+    if peak is not None and (parameters := ranks[0].parameters) is not None:
+        metrics["perf/mfu"] = 6 * parameters * tokens / max(seconds, 1e-9) / (len(ranks) * peak)
     return metrics

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import CPU, policy_engine
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -17,7 +18,7 @@ from rl_core.models.conversion import Conversion
 from rl_core.models.load import PolicyModel, empty_causal_lm
 from rl_core.models.log_probs import ChunkedLogProbs, LogitTransform
 from rl_core.models.parity import WINDOW, check_parity, narrow_model
-from rl_core.models.weights import WeightFiles, load_weights
+from rl_core.models.weights import WeightFiles, check_weights, load_weights
 from rl_core.storage.store import Store
 from rl_core.training.mesh import RankMesh
 from rl_core.training.sharded_checkpoint import export_model
@@ -31,7 +32,7 @@ EXACT = [
 
 @pytest.mark.parametrize("family", EXACT)
 def test_a_family_computes_and_stores_what_transformers_does(family: str) -> None:
-    row = examine(family, push=False)
+    row = examine(family)
     assert (row.verdict, row.round_trip) == ("exact", WORKING)
 
 
@@ -60,6 +61,10 @@ PLANTED: dict[str, tuple[str, Plant]] = {
     "a window of one more": (
         "mistral",
         lambda patch: patch.setattr(Layout, "visible", _wider(Layout.visible)),
+    ),
+    "a gradient that is not a number": (
+        "qwen3",
+        lambda patch: patch.setattr(LogitTransform, "gradient", lambda _, __, of: of * torch.nan),
     ),
     "a wrong gradient": ("qwen3", lambda patch: patch.setattr(LogitTransform, "gradient", lambda _, __, of: of * 1.01)),
 }
@@ -164,3 +169,21 @@ def test_routing_biases_keep_their_dtype_in_pushes_and_exports(tmp_path: Path, r
     names = {each for each, _ in source.named_parameters()}
     for each in names:
         assert torch.equal(exported.get_parameter(each), source.get_parameter(each).bfloat16()), each
+
+
+def test_experts_that_are_missing_or_of_another_shape_are_refused(tmp_path: Path) -> None:
+    narrow_model(config_of("qwen3_moe"), MAX_LENGTH).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, model = load_file(file), empty_causal_lm(tmp_path)
+    gate = "model.layers.0.mlp.experts.{}.gate_proj.weight"
+    count = sum(name.startswith("model.layers.0.") and "gate_proj" in name for name in weights)
+    names = [gate.format(i) for i in range(count)]
+    without_last = {name: each for name, each in weights.items() if name != names[-1]}
+    without_gates = {name: each for name, each in weights.items() if name not in names}
+    other_shape = {**weights, names[1]: weights[names[1]][:1].clone()}
+    seen = {f"{count - 1} tensors": without_last, "0 tensors": without_gates, "of the shapes": other_shape}
+    for problem, changed in seen.items():
+        save_file(changed, file)
+        with pytest.raises(InputError) as raised:
+            check_weights(model, tmp_path)
+        assert problem in raised.value.seen and "model.layers.0.mlp.experts.gate_up_proj" in raised.value.where

@@ -55,6 +55,16 @@ def test_shipped_templates_only_append(template: str, tiny_model: Path) -> None:
         ChatTemplate(tokenizer, tools, {"tool", "user"} if tools else {"user"}, [tokenizer.eos_token_id])
 
 
+def test_chatml_renders_tool_calls_beside_empty_content(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    change_template(tokenizer, "chatml", {})
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    seen = tokenizer.apply_chat_template([*TALK, turn], tokenize=False)
+    wanted = '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+    assert str(seen).endswith(wanted)
+
+
 @pytest.mark.parametrize(("content", "seen"), [(None, "No such file"), ("{% if %}", "TemplateSyntaxError")])
 def test_a_template_that_cannot_be_used_is_an_input_error(
     content: str | None, seen: str, tiny_model: Path, tmp_path: Path

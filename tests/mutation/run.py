@@ -133,8 +133,8 @@ BUGS = (
     Bug(
         "canary that lets NaN pass",
         "rl_core/rollout/weights/canary.py",
-        "if not difference <= tolerance:",
-        "if difference > tolerance:",
+        "if not difference <= limit:",
+        "if difference > limit:",
         ("tests/rollout/weights/test_canary.py",),
     ),
     Bug(

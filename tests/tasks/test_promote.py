@@ -120,6 +120,16 @@ def test_a_reload_that_failed_is_a_failed_check(sqlite_uri: str, tmp_path: Path)
         assert "exit code 1" in tags(tmp_path, version)["rollforward.gate_checks"]
 
 
+def test_the_limit_of_the_reload_is_that_of_the_canary(sqlite_uri: str, tmp_path: Path) -> None:
+    with session_of(tmp_path, "rounded") as session:
+        version = add_version(session, GOOD)
+        found = {"version": version, "log_prob_difference": 0.3, "greedy_gap": 0.5}
+        session.store.write_json(run_files.RELOAD, found)  # as of a run that did not record the rounding error
+        assert not promoted(session, version)
+        session.store.write_json(run_files.RELOAD, {**found, "rounding": 0.1})
+        assert promoted(session, version)
+
+
 def test_a_champion_that_cannot_be_scored_stays(
     sqlite_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,10 @@ def test_utilisation_is_that_of_all_ranks_against_their_peak() -> None:
     assert metrics["perf/gpu_memory_allocated"] == 2.0 and metrics["perf/gpu_memory_reserved"] == 3.0
 
 
+def test_a_model_with_experts_or_beside_a_critic_has_no_utilisation() -> None:
+    assert "perf/mfu" not in gpu_metrics([GpuUsage("NVIDIA H200", None, 1, 1)], 1.0, 1.0)
+
+
 def test_a_card_without_a_known_peak_has_no_utilisation() -> None:
     assert set(gpu_metrics([GpuUsage("another", 1, 1, 1)], 1.0, 1.0)) == {
         "perf/gpu_memory_allocated",

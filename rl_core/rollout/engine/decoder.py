@@ -90,7 +90,7 @@ class Decoder(RequestQueue[Turn]):
 
     def weights_changed(self, version: int) -> None:
         """Sets the version of the following tokens; running turns compute their keys and values anew."""
-        for turn in self._running:
+        for turn in (*self._running, *self._waiting):  # a waiting turn has tokens if it was sent back
             turn.sampled(len(turn.sampled_ids), self.version)
         self._preempt(0)
         self.version = version

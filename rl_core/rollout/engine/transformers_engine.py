@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.config.schema import RolloutConfig
+from rl_core.errors import TrainingError
+from rl_core.models.conversion import persistent_buffers
 from rl_core.models.load import empty_causal_lm
 from rl_core.models.lora import base_name, is_adapter, load_adapters, peft_name
 from rl_core.models.weights import load_weights
@@ -88,14 +90,16 @@ class TransformersEngine:
         output, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
         if output is not None and output.weight is embedding.weight:
             targets["lm_head.weight"] = output.weight  # pushed under both names
-        missing = set(targets)
-        buffers = dict(self._model.named_buffers())
+        buffers = dict(persistent_buffers(self._model))
+        missing = {*targets, *buffers}
         for name, tensor in weights:
             if name in targets:
                 self._fill(targets[name], tensor)
-                missing.discard(name)
-            else:
+            elif name in buffers:
                 buffers[name].copy_(tensor)
+            else:
+                raise TrainingError(f"the push of weights version {version} has {name}, which the rollout engine lacks")
+            missing.discard(name)
         for name, parameter in named.items():
             if is_adapter(name):
                 parameter.data = torch.zeros_like(parameter.data)

@@ -1,9 +1,12 @@
 """Canary: fixed tokens for which trainer and rollout engine must agree on the log-probs after every weight push."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rl_core.data.protocol import DataProto
 from rl_core.errors import TrainingError
@@ -15,6 +18,8 @@ CANARY_TOKENS = 16
 ROUNDINGS = 4.0
 """Limit in lower precision, in multiples of the rounding error of a narrow model: trainer and engine both round, with
 different kernels and in more layers."""
+MAX_ROUNDING = 0.5
+"""Maximum of that limit in nats."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +34,26 @@ class Canary:
     def difference(self, engine_log_probs: list[float], version: int, tolerance: float) -> float:
         """Maximum absolute difference to the rollout engine's log-probs after the push of a version.
 
-        Raises TrainingError above `tolerance` and `ROUNDINGS` · `rounding`: rollouts would be sampled from a different
-        policy than the trained one.
+        Raises TrainingError above `log_prob_limit`: rollouts would be sampled from a different policy than the trained
+        one.
         """
         difference = (torch.tensor(engine_log_probs) - torch.tensor(self.log_probs)).abs().max().item()
-        limit = max(tolerance, ROUNDINGS * self.rounding)
+        limit = log_prob_limit(tolerance, self.rounding)
         if not difference <= limit:
-            origin = "rollout.canary_tolerance" if limit == tolerance else f"{ROUNDINGS:g} × the dtype's rounding error"
+            rounded = f"{ROUNDINGS:g} × the dtype's rounding error, at most {MAX_ROUNDING:g}"
+            origin = "rollout.canary_tolerance" if limit == tolerance else rounded
             raise TrainingError(
                 f"after the push of weights version {version}, the rollout engine's log-probs of fixed tokens differ "
                 f"from the trainer's by {difference:.2e} (limit {limit:.0e}: {origin}; rollout.canary_tolerance raises "
                 "it)"
             )
         return difference
+
+
+def log_prob_limit(tolerance: float, rounding: float) -> float:
+    """Maximum difference in nats of the same log-probs by trainer and engine: `tolerance`, or a multiple of the dtype's
+    rounding error if that is larger."""
+    return max(tolerance, min(ROUNDINGS * rounding, MAX_ROUNDING))
 
 
 def canary_of(actor: TrainEngine, max_length: int) -> Canary:
@@ -67,8 +79,23 @@ def _all_but_first(ids: list[int]) -> Trajectory:
 
 @cache
 def _rounding(source: str, dtype: torch.dtype) -> float:
+    """The rounding error of a narrow model of the family, which rank 0 computes for all.
+
+    Raises TrainingError on every rank if it cannot be computed.
+    """
     if dtype == torch.float32:
         return 0.0
+    found: list[Any] = [_measured(source, dtype) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    if not isinstance(found[0], float) or not math.isfinite(found[0]):
+        raise TrainingError(f"the rounding error of {dtype} for the model in {source} cannot be measured: {found[0]}")
+    return found[0]
+
+
+def _measured(source: str, dtype: torch.dtype) -> float | str:
     from rl_core.models.parity import rounding  # seldom needed, and imports all of transformers' model code
 
-    return rounding(load_config(source), dtype)
+    try:
+        return rounding(load_config(source), dtype)
+    except Exception as error:  # the other ranks wait for an answer
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rl_core.config.schema import RolloutConfig
+from rl_core.errors import TrainingError
 from rl_core.rollout.engine.kv_cache import CachedLayout, KeyValueCache, cached_attention
 from rl_core.rollout.engine.protocol import Sampling
 from rl_core.rollout.engine.transformers_engine import TransformersEngine
@@ -54,6 +55,25 @@ def test_turns_that_wait_for_room_are_the_same(tiny_model: Path, settings: dict[
         assert 0 < max(bytes_used) <= limit * 2**30
     for turn, alike in zip(turns, wanted, strict=True):
         assert turn.log_probs == pytest.approx(alike.log_probs, abs=1e-5)
+
+
+def test_tokens_of_turns_sent_back_keep_the_version_that_sampled_them(tiny_model: Path) -> None:
+    engine = engine_of(tiny_model, kv_cache_gb=2e-4)
+    requests, before = engine._requests, dict[tuple[int, ...], int]()
+    step = requests._step
+
+    def pushed() -> None:
+        if not before and any(turn.sampled_ids for turn in requests._waiting):
+            before.update({tuple(turn.token_ids): len(turn.sampled_ids) for turn in requests._under_way})
+            requests.weights_changed(1)
+        step()
+
+    requests._step = pushed  # type: ignore[method-assign]
+    turns = complete(engine, PROMPTS, list(range(24)), FREE)
+    assert any(before.values())
+    for turn in turns:
+        old = before.get(tuple(turn.prompt_ids), 20)
+        assert turn.versions == [-1] * old + [1] * (20 - old)
 
 
 def test_layers_with_another_state_are_computed_anew_for_every_token(tiny_model: Path) -> None:
@@ -104,6 +124,17 @@ def test_the_head_has_the_engines_own_copy(tiny_model: Path) -> None:
         for weight in weights.values():
             weight.add_(1.0)
     assert engine.log_probs(PROMPTS[9]) == before and engine.version == 1
+
+
+def test_a_push_of_other_names_or_without_a_buffer_stops_training(tiny_model: Path) -> None:
+    engine = engine_of(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    weights = [*model.named_parameters(), ("lm_head.weight", model.lm_head.weight)]
+    with pytest.raises(TrainingError, match="version 3 has model.other, which the rollout engine lacks"):
+        engine.update_weights([*weights, ("model.other", torch.zeros(1))], 3)
+    engine._model.register_buffer("routing_bias", torch.zeros(1))
+    with pytest.raises(TrainingError, match="version 4 did not update 1 weights .* such as routing_bias"):
+        engine.update_weights(weights, 4)
 
 
 @pytest.mark.parametrize("window", [None, 3, 8])

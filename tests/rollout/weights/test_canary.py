@@ -11,7 +11,8 @@ from benchmarks.models import MAX_LENGTH, config_of
 from rl_core.errors import TrainingError
 from rl_core.models import load
 from rl_core.models.parity import narrow_model
-from rl_core.rollout.weights.canary import ROUNDINGS, Canary, canary_of
+from rl_core.rollout.weights import canary as canaries
+from rl_core.rollout.weights.canary import MAX_ROUNDING, Canary, canary_of, log_prob_limit
 from rl_core.training.mesh import RankMesh
 
 FINE = [-1.0, -2.0, -3.0]
@@ -47,9 +48,20 @@ def test_its_limit_in_bfloat16_is_relative_to_the_familys_rounding(tiny_model: P
     rounded = canary_of(policy_engine(tiny_model, rank_mesh, dtype="bfloat16"), 64)
     assert exact.rounding == 0 and 1e-3 < rounded.rounding < 0.3
     assert rounded.difference(exact.log_probs, 1, 1e-3) > 1e-3
-    limit = ROUNDINGS * rounded.rounding
+    limit = log_prob_limit(1e-3, rounded.rounding)
     for off, tolerance in ((1.01, 1e-3), (2.5, 2 * limit)):
         wrong = (torch.tensor(rounded.log_probs) + off * limit).tolist()
         with pytest.raises(TrainingError, match="limit"):
             rounded.difference(wrong, 1, tolerance)
     assert Canary([1, 2], [-1.0], rounding=0.1).difference([-1.0 - 0.39], 1, 1e-3) == pytest.approx(0.39)
+    assert (log_prob_limit(1e-3, 10.0), log_prob_limit(0.7, 10.0)) == (MAX_ROUNDING, 0.7)
+
+
+@pytest.mark.parametrize("measured", [math.nan, math.inf, None])
+def test_a_rounding_error_that_cannot_be_measured_stops_training(
+    measured: float | None, rank_mesh: RankMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if measured is not None:
+        monkeypatch.setattr(canaries, "_measured", lambda _, __: measured)
+    with pytest.raises(TrainingError, match="rounding error of torch.bfloat16 .*/no/model cannot be measured: "):
+        canaries._rounding("/no/model", torch.bfloat16)
