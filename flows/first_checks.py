@@ -32,7 +32,7 @@ MOST_ROWS = 10_000
 
 
 class _Enough(Exception):
-    """The rows are too many to be read twice."""
+    """Too many rows to check before the run."""
 
 
 def watch_for_hang(config: RunConfig) -> Watchdog:
@@ -99,9 +99,16 @@ def check_agent(agent: AgentConfig) -> list[dict[str, Any]]:
 
 
 def first_checks(config: RunConfig, home: Path, resuming: bool = False) -> list[dict[str, Any]]:
-    """Schemas of all tools; raises InputError for the first unusable part: home, storage, MLflow, Ray, tools,
-    environment, scorers, data sources. With `resuming` an outage of storage, MLflow or Ray is accepted."""
+    """Schemas of all tools; raises InputError for the first unusable part: home, the model's folder, storage, MLflow,
+    Ray, tools, environment, scorers, data sources. With `resuming` an outage of storage, MLflow or Ray is accepted."""
     check_home(home)
+    if config.model.path != "tiny" and not Path(config.model.path).expanduser().is_dir():
+        raise InputError(  # its files are checked later: that takes seconds
+            expected="a folder with a Hugging Face checkpoint",
+            seen="no such folder",
+            where=f"model.path={config.model.path}",
+            fix="correct the path, or set model.path=tiny",
+        )
     if config.storage.root and not resuming:
         runs_root(config.storage, home).check_writable()
     check_tracking(config.tracking.uri or default_tracking_uri(home), resuming)

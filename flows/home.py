@@ -108,7 +108,6 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
         "PREFECT_LOCAL_STORAGE_PATH": str(prefect / "storage"),
         "PREFECT_MEMO_STORE_PATH": str(prefect / "memo_store.toml"),
         "PREFECT_SERVER_LOGGING_LEVEL": "INFO" if verbose else "ERROR",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "INFO" if verbose else "CRITICAL",
         "PREFECT_INTERNAL_LOGGING_LEVEL": "ERROR" if verbose else "CRITICAL",
@@ -129,8 +128,8 @@ def prepare_environment(home: Path, verbose: bool = False) -> None:
 def use_servers(home: Path) -> None:
     """Sets the addresses of the home folder's running servers, except those already set, and logs in to them.
 
-    The secret goes to servers of this home folder only: to those of `rollforward up`, or to the one that Prefect starts
-    for a single run.
+    The secret goes to servers of this home folder only: to those of `rollforward up`, or to the one that a run starts
+    for itself.
     """
     secret = read_secret(home, SERVERS_SECRET)
     running = running_services(home)

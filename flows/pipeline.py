@@ -80,8 +80,8 @@ def run_stages(
 def run_as_flow(composed: Composed, overrides: list[str], stages: Callable[[], Summary]) -> Summary:
     """Runs `stages` as a flow run in this process and returns their result, even if Prefect's server dies meanwhile.
 
-    Stages need no server; only the final state of the flow is reported to it. Raises TransientError if no server
-    starts.
+    The server at PREFECT_API_URL must answer: it is told of the flow run and its final state, and stages need none.
+    Raises TransientError if it fails before the stages start.
     """
     outcome: Future[Summary] = Future()
 

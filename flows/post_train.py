@@ -54,11 +54,11 @@ def run_attempt(
     name = run_name or attempt.run_name(composed.recipe)
     with watch_for_hang(composed.config):
         preflight(composed, attempt.home, resuming=True)
-        retry_transient(lambda: find_run(composed, attempt.home, name))
+        _, store = retry_transient(lambda: find_run(composed, attempt.home, name))
+        ray = retry_transient(lambda: start_ray(composed.config, attempt.home, store))
         run = open_run(composed, attempt.home, name)
     try:
         # Later attempts use the rows committed by the first one, even if files were added since.
-        ray = start_ray(composed.config, attempt.home, run.store)
         return run_stages(run, verbose=True, stop_at=stop_at, keep_data=attempt.number > 1, local_ray=ray)
     except TerminationSignal:
         # During training steps Prefect's signal handler is replaced, so Prefect would take the SIGTERM of a

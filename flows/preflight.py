@@ -3,24 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-from flows.first_checks import check_rows, first_checks
+from flows.first_checks import check_rows, first_checks, tokenizer_of
 from rl_core.algorithms.advantages import ESTIMATORS
 from rl_core.algorithms.policy_losses import POLICY_LOSSES
 from rl_core.cluster.resources import resolve_device
 from rl_core.config.compose import Composed
 from rl_core.config.schema import RunConfig
-from rl_core.data.dataset import check_tokenizer
 from rl_core.errors import InputError
 from rl_core.models.load import (
     check_model_folder,
     check_sequence_parallel,
     check_shape,
     empty_causal_lm,
-    load_tokenizer,
     stop_tokens,
 )
 from rl_core.models.lora import add_adapters
-from rl_core.models.template import change_template
 from rl_core.rewards.model import check_reward_model
 from rl_core.rollout.agent.responders import chat_template
 
@@ -59,10 +56,7 @@ def check_parts(config: RunConfig, schemas: list[dict[str, Any]], home: Path) ->
         from rl_core.models.parity import check_parity  # imports transformers' model code, which takes seconds
         from rl_core.models.weights import check_weights
 
-        folder = check_model_folder(config.model.path)
-        tokenizer = load_tokenizer(folder)
-        change_template(tokenizer, config.model.chat_template, config.data.chat_template_kwargs)
-        check_tokenizer(tokenizer, config.model.path)
+        folder, tokenizer = check_model_folder(config.model.path), tokenizer_of(config)
         chat_template(tokenizer, schemas, config.agent, stop_tokens(folder))
         check_shape(folder, config.max_length, config.rollout.tensor_parallel_size)
         model = empty_causal_lm(folder)

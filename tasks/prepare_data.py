@@ -25,12 +25,12 @@ def prepare_data(session: Session) -> dict[str, Any]:
     """
     for text in config_warnings(session.config):
         session.telemetry.warn_once(text)
-    session.workers.begin()
     session.assets.check_chat_template()
     # Checksums of the content are verified when rows are read.
     committed = session.assets.verify_or_remove(run_files.DATA, content=False)
     if committed and not session.keep_data:
         check_source_files(committed["meta"]["files"], session.config.data.paths, session.run.name)
+    session.workers.begin()
     check_row = RowCheck(session.config.reward)
     facts = prepare.prepare_data(
         session.config,

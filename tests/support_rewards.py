@@ -27,7 +27,7 @@ def named(response: str, row: dict[str, Any]) -> dict[str, float]:
 
 
 def slow_when_told(response: str, row: dict[str, Any]) -> float:
-    """The same score; it takes a minute once there is a file `slow` in the home folder."""
+    """The same score; it takes ten minutes once there is a file `slow` in the home folder."""
     if Path(os.environ["ROLLFORWARD_HOME"], "slow").exists():
         time.sleep(600)
     return length(response, row)

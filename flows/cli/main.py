@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import logging
 import os
 import sys
 import traceback
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0, 1 (failure), 2 (user error), 130 (SIGINT) or 143 (SIGTERM)."""
     codes: list[int] = []
     if arguments is None:
-        atexit.register(_end_process, codes)  # the first handler runs last
+        atexit.register(_end_process, codes)  # runs after the handlers of what is imported later
     options = _parse(arguments)
     console = Console()
     code = _execute(options, console)
@@ -37,10 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _end_process(codes: Sequence[int]) -> None:
     """Ends the process without taking its modules and objects apart, which takes seconds after a run."""
     if codes:
+        code = codes[0]
+        logging.shutdown()  # its own handler, registered before this one, does not run
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # the reader is gone
-                stream.flush()
-        os._exit(codes[0])
+            try:
+                with suppress(BrokenPipeError, ValueError):  # the reader is gone
+                    stream.flush()
+            except OSError:  # the disk is full
+                code = code or 1
+        os._exit(code)
 
 
 def _execute(options: argparse.Namespace, console: Console) -> int:

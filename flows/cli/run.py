@@ -17,7 +17,6 @@ from rl_core.config.render import render
 from rl_core.console import Console, duration
 from rl_core.errors import InputError, RollforwardError
 from rl_core.runtime.guardian import start_guardian
-from rl_core.storage import run_files
 
 if TYPE_CHECKING:
     from flows.server.own_server import OwnServer
@@ -95,7 +94,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             step = committed_step(store)
             if isinstance(error, KeyboardInterrupt):
                 console.note(f"stopped at step {step} of {composed.config.trainer.steps}")
-            elif not (step or (has_started(store) and not isinstance(error, InputError))):
+            if not has_started(store) or (isinstance(error, InputError) and not step):
                 options.resume_hint = ""  # nothing to resume from
         raise
     console.table(_summary(result, time.monotonic() - start), f"Run {result['run']}")
@@ -105,15 +104,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def _check(options: argparse.Namespace, composed: Composed, home: Path) -> tuple["Store", "OwnServer | None"]:
     """The run's store, and the Prefect server that is starting for it; raises InputError before the run is made.
 
-    The libraries that the last checks import take seconds, in which the server starts. It starts later if it has to
-    create its database, which must not be interrupted.
+    The libraries that the last checks import take seconds, in which the server starts. It starts later if it may have
+    to create or migrate its database, which must not be interrupted.
     """
     from flows.first_checks import check_rows, first_checks
     from flows.server.own_server import start_server
-    from tasks.runs.open_run import find_run
+    from tasks.runs.open_run import find_run, has_started
 
     name, store = find_run(composed, home, options.run, options.resume, options.new)
-    resuming = store.exists(run_files.RUN)
+    resuming = has_started(store)
     schemas = first_checks(composed.config, home, resuming)
     start_guardian()  # before any other process
     server = start_server(home)
@@ -135,7 +134,8 @@ def _run(
     from tasks.runs.open_run import open_run
     from tasks.session.workers import start_ray
 
-    ray = start_ray(composed.config, home, store)
+    with watch_for_hang(composed.config):
+        ray = start_ray(composed.config, home, store)
     server = server or start_server(home, new=True)
     from prefect.exceptions import TerminationSignal
 

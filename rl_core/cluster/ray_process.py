@@ -13,7 +13,7 @@ import ray
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     try:
-        context: Any = ray.init(address="local", **options)
+        context: Any = ray.init(address="local", log_to_driver=False, **options)
         print(json.dumps({"address": context.address_info["gcs_address"]}), flush=True)
     except Exception as error:
         print(json.dumps({"problem": str(error) or type(error).__name__}), flush=True)

@@ -139,7 +139,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 
 def _leave() -> None:
-    """Leaves Ray. Its library then takes handlers of signals away without Python's knowledge: they are set again."""
+    """Leaves Ray, which resets the C-level signal handlers; reinstalls Python's."""
     ray.shutdown()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):

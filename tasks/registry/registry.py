@@ -34,8 +34,15 @@ _MOVE = TAG_PREFIX + "move."
 
 def model_names(uri: str) -> list[str]:
     """Sorted names of the registered models of the MLflow at `uri`."""
+    names: list[str] = []
+    token: str | None = None
     with mlflow_errors(uri):
-        return sorted(str(model.name) for model in mlflow_client(uri).search_registered_models())
+        client = mlflow_client(uri)
+        while token is None or token:
+            page = client.search_registered_models(page_token=token)
+            names += [str(model.name) for model in page]
+            token = page.token or ""
+    return sorted(names)
 
 
 def only_model(uri: str) -> str:

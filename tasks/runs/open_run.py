@@ -22,6 +22,8 @@ from rl_core.storage.store import Store
 from tasks.runs.run import Run, code_version, committed_step, run_names, runs_root
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_KILLED_START = re.compile(rf"{run_files.LEASES}|\.probe-[0-9a-f]{{32}}|\.[0-9a-f]{{32}}\.tmp")
+"""What a start that was killed leaves in the folder of its run before there is a `run.json`."""
 
 
 def find_run(
@@ -31,7 +33,7 @@ def find_run(
 
     Without `name` a run is named after recipe and config, so the same command finds it again; `new` takes the next
     free name instead. Raises InputError if the run exists and neither `resume` nor `name` is given, if its config
-    differs, or if there is nothing to resume.
+    differs, if there is nothing to resume, or if the folder of a new run holds other files.
     """
     root = runs_root(composed.config.storage, home)
     wanted = name or f"{Path(composed.recipe).stem}-{config_hash(composed.config)[:8]}"
@@ -62,6 +64,8 @@ def find_run(
         )
     if started:
         _check_same_config(store, composed, wanted)
+    elif not store.exists(run_files.RUN):
+        _check_unused(store)
     return wanted, store
 
 
@@ -77,12 +81,13 @@ def open_run(composed: Composed, home: Path, name: str | None = None, resume: bo
             store.check_writable()
         lease = Lease(store, wanted, Console().note)
         failing.callback(lease.end)
+        fresh = not store.exists(run_files.RUN)
         is_new = not has_started(store)
         if not is_new:
             _check_same_config(store, composed, wanted)  # the previous holder may have started the run meanwhile
         changed = {} if is_new else layout_diff(_first_config(store), composed.config)
         composed = _with_engine(composed, store)
-        run = Run(wanted, composed, home, store.guarded(lease.check, lease.number), lock, lease, changed)
+        run = Run(wanted, composed, home, store.guarded(lease.check, lease.number), lock, lease, changed, fresh)
         if is_new:
             run.store.write_json(run_files.RUN, _facts(run))
         failing.pop_all()
@@ -142,6 +147,17 @@ def _check_same_config(store: Store, composed: Composed, name: str) -> None:
             seen="; ".join(f"{key} was {before}, now {now}" for key, (before, now) in changed.items()),
             where=store.url,
             fix="give the same overrides again, or another --run NAME",
+        )
+
+
+def _check_unused(store: Store) -> None:
+    """Raises InputError if the folder of a new run holds files, which could be the user's."""
+    if found := [name for name in store.listdir() if not _KILLED_START.fullmatch(name)]:
+        raise InputError(
+            expected=f"an empty folder for a new run, or one with the {run_files.RUN} of a run",
+            seen=", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else ""),
+            where=store.url,
+            fix="choose another --run NAME, or another storage.root",
         )
 
 

@@ -26,7 +26,7 @@ class Run:
     """A run opened by this process: `lease` reserves it across machines, `lock` on this one.
 
     Nothing is written to `store` without the lease. `changed_layout`: layout settings that differ from the run's
-    first start, as (then, now).
+    first start, as (then, now). `fresh`: this process began the run, in a folder that held nothing else.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Run:
     lock: IO[str]
     lease: Lease
     changed_layout: dict[str, tuple[Scalar, Scalar]]
+    fresh: bool
 
     @property
     def url(self) -> str:
@@ -43,12 +44,20 @@ class Run:
         return self.store.url
 
     def close(self, discard: bool = False) -> None:
-        """Releases lease and lock. With `discard` the run's folder is removed, too."""
-        self.lease.end()
-        if discard and not self.lease.lost:
-            with suppress(RollforwardError):  # storage may be what failed
-                Store(self.url).remove("")
-        self.lock.close()
+        """Releases lease and lock. With `discard` a fresh run is removed first; only its leases stay."""
+        try:
+            if discard and self.fresh:
+                with suppress(RollforwardError):  # storage may be what failed
+                    self._discard()
+            self.lease.end()
+        finally:
+            self.lock.close()
+
+    def _discard(self) -> None:
+        """Removes all that was written under the lease; `run.json` last, so that the rest stays recognisable."""
+        for name in sorted(self.store.listdir(), key=lambda name: name == run_files.RUN):
+            if name != run_files.LEASES:
+                self.store.remove(name)
 
 
 def runs_root(storage: StorageConfig, home: Path) -> Store:

@@ -60,14 +60,19 @@ class Session:
     def close(self, state: State, why: str, refused: bool = False) -> None:
         """Stops the workers and records the state in which the run ended, even if stopping them fails.
 
-        Nothing is left of a run that was `refused` as the user's error before it committed its rows.
+        A run that this process began is removed if it was `refused` as the user's error before it committed its rows.
         """
         try:
             self.workers.drop(self.telemetry.stopping.grace_left_s)
         except Exception as error:
             logger.warning("workers could not be stopped; they end with this process: %s", error)
-        self.telemetry.close(state, why)
-        self.run.close(discard=refused and not has_started(self.store))
+        discard = False
+        try:
+            self.telemetry.close(state, why)
+            with suppress(RollforwardError):  # the failure may be the storage's
+                discard = refused and not has_started(self.store)
+        finally:
+            self.run.close(discard)
 
     def replay_hint(self) -> str:
         """The command that replays the failed step; empty if none is recorded."""

@@ -10,6 +10,8 @@ import psutil
 import pytest
 from support_flows import environment
 
+from rl_core.cluster import local_ray
+from rl_core.cluster.local_ray import LocalRay
 from rl_core.cluster.resources import ray_session
 from rl_core.errors import TransientError
 
@@ -56,6 +58,39 @@ def test_a_cluster_that_is_gone_is_an_error_and_not_the_end_of_the_process(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(TransientError, match="no Ray cluster responds at 127.0.0.1:9"), ray_session(tmp_path, 1, False):
         pass
+
+
+def test_no_process_of_a_local_ray_is_left_though_its_parents_have_ended(tmp_path: Path) -> None:
+    ray = LocalRay(tmp_path, 1)
+    try:
+        assert ":" in ray.address()
+        leader = ray._process.pid
+        end = time.monotonic() + 60
+        while not (workers := [each for each in ray._processes() if each.name().startswith("ray::")]):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        for worker in workers:
+            worker.suspend()  # or it would end with its raylet
+        for each in ray._processes():
+            if each.pid == leader or each.name() == "raylet":
+                each.kill()
+    finally:
+        ray.stop()
+    assert ray._processes() == []
+    assert [each for each in workers if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_ray_that_does_not_start_is_an_error_with_its_last_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray_process.py").write_text("import sys\nprint('7')\nprint('{}')\nsys.exit('no memory')")
+    monkeypatch.setattr(local_ray, "__file__", str(tmp_path / "local_ray.py"))
+    ray = LocalRay(tmp_path, 1)
+    try:
+        with pytest.raises(TransientError, match=r"Ray failed to start: its process ended; its .*:\nno memory"):
+            ray.address()
+    finally:
+        ray.stop()
 
 
 def _of(process: psutil.Process, home: Path) -> bool:

@@ -21,8 +21,8 @@ from rl_core.errors import InputError
 ROW = {"data_source": "exact", "prompt": [{"role": "user", "content": "2 1"}], "reward_model": {"ground_truth": "1 2"}}
 HELD_OUT = {**ROW, "prompt": [{"role": "user", "content": "4 3"}]}
 SHORT = ["data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=2"]
-MOST_CPU_S = 5.0
-"""Of a refused command and all that it started: on a quiet machine also the time to the message."""
+MOST_CPU_S = 10.0
+"""Of a refused command and all that it started; twice what it takes, since a busy machine counts more."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def without_truth(place: Path) -> list[str]:
 
 def broken_scorer(place: Path) -> list[str]:
     (place / "my_mistake.py").write_text("def score(response, row):\n    return 'right'\n")
-    return ["reward.function=my_mistake:score"]
+    return ["reward.function=my_mistake:score", "data.train_rows=64"]
 
 
 def cpu_s() -> float:

@@ -51,7 +51,7 @@ TINY = [
     "trainer.segment_steps=4",
     "evaluation.sampled_n=1",
     "gate.min_score=0",  # the model hardly learns
-    "gate.reload=false",  # a process with vLLM in it
+    "gate.reload=false",  # it loads another model
 ]
 
 

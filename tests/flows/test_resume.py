@@ -75,7 +75,7 @@ def test_sigterm_lets_the_step_end_and_says_how_to_go_on(tmp_path: Path) -> None
     process = start(tmp_path, "step 1/6", [*RUN, "trainer.save_every=3"])
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGTERM)  # as `timeout` and job schedulers send it
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 143, output
     assert "stopping after the current step (about " in output
     told = re.search(r"stopped at step (\d) of 6\n.*\n +to resume from the last committed step:\n +(.*)", output)
@@ -101,7 +101,7 @@ def test_sigterm_to_all_processes_of_the_group_while_workers_start_and_while_a_v
         time.sleep(1)
         family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
         assert process.returncode == 143, output
         assert f"stopped at step {step} of 6" in output and output.rstrip().endswith("--run small"), output
         ended(tmp_path, family)

@@ -8,7 +8,7 @@ import pytest
 from support_runs import SIZES
 
 from rl_core.config.compose import compose
-from rl_core.errors import InputError
+from rl_core.errors import InputError, TransientError
 from rl_core.storage.status import read_status
 from rl_core.storage.store import Store
 from tasks.runs.open_run import open_run
@@ -22,7 +22,10 @@ class Workers:
 
     ended = 0
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def meet(self) -> None:
         pass
 
     def close(self) -> None:
@@ -34,6 +37,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "ray_session", lambda *_: nullcontext())
     monkeypatch.setattr(workers, "Roles", Workers)
     monkeypatch.setattr(Workers, "ended", 0)
+    monkeypatch.setenv("RAY_ADDRESS", "a cluster")  # a local Ray's workers are killed with it
 
 
 def opened(home: Path) -> Run:
@@ -87,3 +91,46 @@ def test_an_error_while_workers_end_does_not_hide_how_the_run_ended(
     assert read_status(Store(str(tmp_path / "runs/x"))).state == state  # type: ignore[union-attr]
     with open_session(opened(tmp_path)):  # the lease was given up
         pass
+
+
+def test_of_a_refused_new_run_only_its_leases_are_left(tmp_path: Path) -> None:
+    with pytest.raises(InputError), open_session(opened(tmp_path)):
+        raise InputError("other rows", "none", "data.path", "correct it")
+    assert Store(str(tmp_path / "runs/x")).listdir() == ["leases"]
+    opened(tmp_path).close()
+    with pytest.raises(InputError), open_session(opened(tmp_path)):
+        raise InputError("other rows", "none", "data.path", "correct it")
+    assert (tmp_path / "runs/x/run.json").exists(), "another process began it"
+
+
+def test_files_that_no_run_has_written_are_neither_mixed_with_a_run_nor_removed(tmp_path: Path) -> None:
+    rows = tmp_path / "runs/x/rows.parquet"
+    rows.parent.mkdir(parents=True)
+    rows.touch()
+    with pytest.raises(InputError, match="an empty folder for a new run") as refusal:
+        opened(tmp_path)
+    assert refusal.value.seen == "rows.parquet" and [*rows.parent.iterdir()] == [rows]
+
+
+def test_what_a_killed_start_leaves_does_not_hinder_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/x"
+    folder.mkdir(parents=True)
+    for name in (f".probe-{'0' * 32}", f".{'1' * 32}.tmp"):
+        (folder / name).touch()
+    opened(tmp_path).close()
+
+
+def test_an_outage_of_storage_at_the_end_keeps_neither_lease_nor_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> bool:
+        raise TransientError("no answer")
+
+    with (  # noqa: PT012
+        monkeypatch.context() as outage,
+        pytest.raises(InputError, match="other rows"),
+        open_session(opened(tmp_path)),
+    ):
+        outage.setattr("tasks.session.session.has_started", fail)
+        raise InputError("other rows", "none", "data.path", "correct it")
+    opened(tmp_path).close()

@@ -53,7 +53,8 @@ def test_the_phases_account_for_the_time_of_a_step(trained: Trained) -> None:
         for record in trained.records(run):
             times = {name: value for name, value in record["metrics"].items() if name.startswith("time/")}
             step = times.pop("time/step")
-            assert 0.97 * step <= sum(times.values()) <= step, (run, record["step"], step, times)
+            others = step - sum(times.values())
+            assert 0 <= others < max(0.03 * step, 0.1), (run, record["step"], step, times)
             assert ("time/record" in times) == (record["step"] > 1) and "time/commit" in times
 
 

@@ -1,6 +1,7 @@
 """What the command prints last, and its exit code, whatever has ended it."""
 
 import signal
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from prefect.exceptions import TerminationSignal
+from support_flows import COMMAND, environment
 
 from flows import attempts, post_train, preflight
 from flows.cli import main as cli
@@ -83,3 +85,11 @@ def test_a_torn_list_of_services_is_a_user_error(
     assert cli.main(words) == 2
     printed = "".join(capsys.readouterr())
     assert str(tmp_path / "services.json") in printed and "Traceback" not in printed
+
+
+def test_output_that_a_full_disk_cuts_off_is_a_failure(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [COMMAND, "config", "demo"], env=environment(tmp_path), stdout=full, timeout=300, check=False
+        )
+    assert done.returncode == 1

@@ -1,5 +1,6 @@
 import multiprocessing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from support_registry import SCORES, contents, make_run, model_folder, register
 
 from rl_core.errors import InputError
-from tasks.registry.registry import Registry
+from tasks.registry.registry import Registry, model_names
 from tasks.tracking.tracker import mlflow_client
 
 
@@ -116,3 +117,13 @@ def test_the_same_through_a_server(server: Any, tmp_path: Path) -> None:
     assert contents(registry.download("champion", tmp_path / "model")) == contents(folder)
     with pytest.raises(InputError, match="version 2 = candidate = champion, version 1 = previous"):
         registry.get("7")
+
+
+def test_models_of_all_pages_are_listed(sqlite_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = mlflow_client(sqlite_uri)
+    for name in "ba":
+        client.create_registered_model(name)
+    search = partial(client.search_registered_models, max_results=1)
+    monkeypatch.setattr(client, "search_registered_models", search)
+    monkeypatch.setattr("tasks.registry.registry.mlflow_client", lambda _: client)
+    assert model_names(sqlite_uri) == ["a", "b"]
