@@ -10,7 +10,7 @@ RUN = "run.json"
 STATUS = "status.json"
 """Current status of the run."""
 NOTES = "notes.json"
-"""Warnings shown in the report: a list of {time, text}."""
+"""Warnings shown in the report: a list of {time, text, key}; a key identifies warnings whose text has numbers."""
 REPORT = "report.html"
 
 LEASES = "leases"

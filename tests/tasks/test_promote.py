@@ -163,8 +163,10 @@ def test_training_that_changed_nothing_is_warned_of_once_everywhere(
 ) -> None:
     step = {"group/equal_share": 1.0, "score/mean": 0.0, "time/step": 0.1, "actor/grad_norm": 0.0}
     with session_of(tmp_path, "flat", "actor.optim.warmup_steps=1000") as session:
-        for number in range(1, 25):
-            session.telemetry.on_step({"step": number, "metrics": step})
+        for number in range(1, 45):
+            # Flat twice, with other scores.
+            metrics = step | {"group/equal_share": float(number != 22), "score/mean": float(number > 22)}
+            session.telemetry.on_step({"step": number, "metrics": metrics})
         for number in (0, 1):
             session.store.write_json(run_files.evaluation(number), evaluation([0.0] * 32) | {"samples": []})
         for _ in range(2):  # a resumed run repeats the stage
