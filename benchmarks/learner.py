@@ -61,7 +61,9 @@ CASES = {
     "rloo": Case("rloo", UNSCALED, band=(51, 74)),
     "last_digit": Case("grpo", ("data.source=last_digit", "data.max_response_length=1"), band=(57, 158)),
     "reinforce_pp": Case("reinforce_pp", ("data.train_batch_size=512",), band=(53, 91)),
-    "ppo": Case("ppo", ("data.train_batch_size=256", "critic.optim.lr=3.0e-3", "actor.entropy_coef=0.05"), band=(70, 148)),
+    "ppo": Case(
+        "ppo", ("data.train_batch_size=256", "critic.optim.lr=3.0e-3", "actor.entropy_coef=0.05"), band=(70, 148)
+    ),
     "opo": Case("opo", UNSCALED, band=(54, 64)),
     "gpg": Case("gpg", ("actor.entropy_coef=0.01", "data.train_batch_size=64"), band=(66, 109)),
     "dapo": Case(

@@ -18,7 +18,7 @@ from rl_core.rewards.runner import check_scorers
 from rl_core.rollout.agent.tool_runner import tool_schemas
 from rl_core.rollout.agent.toolbox import row_schemas
 from rl_core.rollout.environment import resolve_environment
-from rl_core.runtime.watchdog import Watchdog
+from rl_core.runtime.watchdog import Watchdog, progress
 from rl_core.storage.store import Store
 from tasks.runs.hang_report import own_frames
 from tasks.runs.run import runs_root
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_ROWS = 10_000
-"""Rows that are checked before a run is made; larger sets are checked by the stage `prepare data` alone."""
-
-
-class _Enough(Exception):
-    """Too many rows to check before the run."""
+"""Rows that are checked before a run is made; the stage `prepare data` checks all."""
 
 
 def watch_for_hang(config: RunConfig) -> Watchdog:
@@ -146,23 +142,23 @@ def tokenizer_of(config: RunConfig) -> "PreTrainedTokenizerBase":
 def check_rows(config: RunConfig, schemas: list[dict[str, Any]]) -> None:
     """Raises InputError for the first problem of the rows that would stop the run; the user's scorers score one row.
 
-    Of more than `MOST_ROWS` rows only as many are checked. `schemas` are those of the run's tools.
+    At most `MOST_ROWS` rows are read. If the storage of the data fails, the stage `prepare data` checks them alone: it
+    retries. `schemas` are those of the run's tools.
     """
-    kept, check_row = 0, RowCheck(config.reward)
-
-    def keep(*_: object) -> None:
-        nonlocal kept
-        kept += 1
-        if kept > MOST_ROWS:
-            raise _Enough
-
-    tools, seed = row_schemas(schemas), config.trainer.seed
+    check_row, tokenizer = RowCheck(config.reward), tokenizer_of(config)
     try:
-        report = check_data(config.data, seed, tokenizer_of(config), tools, keep, check_row=check_row)
-    except _Enough:
-        check_row.try_scorers()
+        report = check_data(
+            config.data,
+            config.trainer.seed,
+            tokenizer,
+            row_schemas(schemas),
+            lambda split, row, tokens: None,
+            check_row=check_row,
+            at_end=check_row.try_scorers,
+            on_rows=lambda count: progress(),
+            max_rows=MOST_ROWS,
+        )
+    except TransientError:
         return
     if report.stops:
         raise report.stops[0].error
-    check_row.try_scorers()
-    check_scorers(config.reward, {name: f"{rows:,} rows" for name, rows in report.data_sources.items()})

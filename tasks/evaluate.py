@@ -6,14 +6,14 @@ from rl_core.console import clean
 from rl_core.data.dataset import RLHFDataset
 from rl_core.errors import InputError, TrainingError
 from rl_core.evaluation import evaluate as evaluation
-from rl_core.evaluation.no_progress import score_warnings, training_warnings
+from rl_core.evaluation.no_progress import is_suspect, score_warnings, training_warnings
 from rl_core.models.load import load_tokenizer
 from rl_core.reports.model_card import folder_hash, weights_hash
 from rl_core.storage import run_files
 from rl_core.storage.manifest import Json
 from tasks.export import export
 from tasks.registry.registry import CHAMPION
-from tasks.runs.run import runs_root, sampled_records
+from tasks.runs.run import committed_step, last_records, runs_root, sampled_records
 from tasks.session.session import Session
 from tasks.stage import stage
 
@@ -37,8 +37,10 @@ def evaluate(session: Session, step: int) -> dict[str, float]:
 
 
 def _no_progress(session: Session, after: Json) -> list[str]:
-    steps = [record["metrics"] for record in sampled_records(session.store)]
-    return training_warnings(steps) + score_warnings(session.store.read_json(run_files.evaluation(0)), after)
+    store, steps = session.store, committed_step(session.store)
+    suspect = any(is_suspect(steps, record["metrics"]) for record in last_records(store, 1))
+    records = [record["metrics"] for record in sampled_records(store)] if suspect else []
+    return training_warnings(records, steps) + score_warnings(store.read_json(run_files.evaluation(0)), after)
 
 
 @stage("evaluate champion", "baseline for version {0}")

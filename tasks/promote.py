@@ -25,8 +25,8 @@ TAG_LENGTH = 5000
 
 PROMOTED, WAITING, REFUSED = "promoted", "waiting", "refused"
 """Values of a version's tag `rollforward.gate`."""
-WOULD_PROMOTE, WOULD_REFUSE = "would promote", "would refuse"
-"""Values of that tag after a dry run."""
+WOULD = {PROMOTED: "would promote", WAITING: "would wait", REFUSED: "would refuse"}
+"""Values of that tag after a dry run, by what would have been decided."""
 
 
 @stage("reload", "version {0}")
@@ -86,15 +86,15 @@ def _promote(session: Session, version: str, step: int) -> None:
         )
         return
     champion = champion_result(session, version)
+    candidate = session.store.read_json(run_files.evaluation(step))
     first = champion is None and gate.min_score is None
-    constant = constant_score(session.config, session.assets.val_rows.rows) if first else None
     decision = decide(
-        session.store.read_json(run_files.evaluation(step)),
+        candidate,
         champion,
         last_metrics(last_records(session.store, GUARD_STEPS)),
         gate,
         _reload_result(session, version),
-        constant,
+        _constant(session, candidate["data"]) if first else None,
     )
     for line in decision.words:
         session.console.note(clean(line))  # a line may contain the name of a data source
@@ -113,11 +113,11 @@ def last_metrics(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _verdict(decision: Decision, approval: bool) -> str:
-    if decision.mode == "dry_run":
-        return WOULD_PROMOTE if decision.promote else WOULD_REFUSE
     if decision.promote:
-        return WAITING if approval else PROMOTED
-    return WAITING if decision.awaits_approval else REFUSED
+        verdict = WAITING if approval else PROMOTED
+    else:
+        verdict = WAITING if decision.awaits_approval else REFUSED
+    return WOULD[verdict] if decision.mode == "dry_run" else verdict
 
 
 def _verdict_text(verdict: str, version: str) -> str:
@@ -125,8 +125,9 @@ def _verdict_text(verdict: str, version: str) -> str:
         PROMOTED: f"promoted: version {version} is the champion",
         WAITING: f"not promoted: waiting for approval: rollforward promote {version} --approve",
         REFUSED: "not promoted: not all checks passed",
-        WOULD_PROMOTE: "not promoted: gate.mode is dry_run; all checks passed, it would be promoted",
-        WOULD_REFUSE: "not promoted: gate.mode is dry_run; not all checks passed, it would be refused",
+        WOULD[PROMOTED]: "not promoted: gate.mode is dry_run; all checks passed, it would be promoted",
+        WOULD[WAITING]: "not promoted: gate.mode is dry_run; it would wait for approval",
+        WOULD[REFUSED]: "not promoted: gate.mode is dry_run; not all checks passed, it would be refused",
     }[verdict]
 
 
@@ -138,6 +139,16 @@ def _record_decision(session: Session, version: str, champion: str | None, decis
     tags = {"gate_mode": decision.mode, "gate_champion": champion or "none"}
     tags["gate_checks"] = "\n".join(decision.words)[:TAG_LENGTH]
     session.registry.set_tags(version, {**tags, "gate": verdict})
+
+
+def _constant(session: Session, data: str) -> float | None:
+    """The score of the best constant answer on the rows of this hash, computed once: a retry decides the same."""
+    kept = session.store.read_json(run_files.CONSTANT) if session.store.exists(run_files.CONSTANT) else None
+    if kept is None or kept["data"] != data:
+        kept = {"data": data, "score": constant_score(session.config, session.assets.val_rows.rows)}
+        session.store.write_json(run_files.CONSTANT, kept)
+    score: float | None = kept["score"]
+    return score
 
 
 def _stored_reload(session: Session, version: str) -> Json | None:

@@ -48,6 +48,7 @@ RUN_CONTROL_KEYS = frozenset(
         "trainer.call_timeout_s",
         "trainer.stall_timeout_s",
         "trainer.grace_s",
+        "rollout.canary_tolerance",
         "reward.processes",
         "reward.timeout_s",
         "reward.judge.key_env",
@@ -152,8 +153,10 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 
 def flatten(config: RunConfig) -> dict[str, Scalar]:
-    """The settings with lists serialised as JSON."""
-    return {key: json.dumps(value) if isinstance(value, list) else value for key, value in settings(config).items()}
+    """The settings with lists and mappings serialised as JSON."""
+    return {
+        key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in settings(config).items()
+    }
 
 
 def identity(config: RunConfig) -> dict[str, Scalar]:
@@ -217,12 +220,15 @@ def dotted_fields(section: type[BaseModel] = RunConfig, prefix: str = "") -> dic
     return fields
 
 
+_FIELDS = dotted_fields()
+
+
 def _leaves(tree: Mapping[Any, Any], origin: str, prefix: str = "") -> dict[str, _Value]:
-    """The values of a nested mapping by dotted key."""
+    """The values of a nested mapping by dotted key; a setting may itself be a mapping."""
     leaves: dict[str, _Value] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and current_name(key) not in _FIELDS:
             leaves |= _leaves(value, origin, f"{key}.")
         else:
             leaves[key] = _Value(value, origin)

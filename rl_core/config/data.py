@@ -1,12 +1,18 @@
 """Settings of the training and held-out rows: sources, limits and filters."""
 
 import itertools
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rl_core.config.learning import MAX_COUNT, MAX_VALUE, Section
 
+TemplateValue = (
+    bool
+    | Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
+    | Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)]
+    | str
+)
 DropReason = Literal["malformed", "overlong", "duplicate", "held_out"]
 
 
@@ -46,7 +52,7 @@ class DataConfig(SourceConfig):
     """Maximum tokens of a prompt; `drop` decides what happens to rows with a longer one."""
     max_response_length: int = Field(512, ge=1, le=MAX_COUNT)
     """Maximum tokens of a response, including its end token."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field({})
+    chat_template_kwargs: dict[str, TemplateValue] = Field({})
     """Variables of the chat template, as in `{enable_thinking: false}`; exports have them in their template."""
     drop: tuple[DropReason, ...] = ()
     """Kinds of rows that are dropped, counted and listed in a file: malformed (not a valid row), overlong (prompt too

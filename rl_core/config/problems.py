@@ -65,7 +65,7 @@ def unknown_key(key: str, value: Any, origin: str, fields: Fields) -> InputError
 
 def wrong_value(key: str, value: Any, origin: str, field: FieldInfo) -> InputError:
     """Error for a value of the wrong type or out of range."""
-    quote = isinstance(value, int | float) and str in (field.annotation, *get_args(field.annotation))
+    quote = isinstance(value, int | float) and str in _kinds(field)
     fix = f"""quote it: {key}='"{value}"'""" if quote else f"set {key} to a valid value"
     return InputError(expectation(field), f"{key} = {show(value)}", f"{key} ({origin})", fix)
 
@@ -123,10 +123,14 @@ def nearest(key: str, fields: Fields) -> str:
 
 def expectation(field: FieldInfo) -> str:
     """Description of a field's type and range."""
-    kinds = get_args(field.annotation) if get_origin(field.annotation) is UnionType else (field.annotation,)
-    alternatives = [_kind(kind) for kind in kinds]
+    alternatives = [_kind(kind) for kind in _kinds(field)]
     alternatives[0] = f"{alternatives[0]} {_range(field.metadata)}".rstrip()
     return " or ".join(alternatives)
+
+
+def _kinds(field: FieldInfo) -> tuple[Any, ...]:
+    """The alternatives of a field's type."""
+    return get_args(field.annotation) if get_origin(field.annotation) is UnionType else (field.annotation,)
 
 
 def _range(rules: Sequence[Any]) -> str:
@@ -170,8 +174,9 @@ def _kind(kind: Any) -> str:
             return "a list of {" + ": …, ".join(first.model_fields) + ": …}"
         if get_origin(first) is Literal:
             return "a list with entries from " + ", ".join(get_args(first))
-        if last is ...:
-            return "a list of strings"
-        rules = first.__metadata__ if get_origin(first) is Annotated else ()
-        return f"a list of {len(get_args(kind))} numbers {_range(rules)}".rstrip()
+        item, *rules = get_args(first) if get_origin(first) is Annotated else (first,)
+        count = "" if last is ... else f"{len(get_args(kind))} "
+        return f"a list of {count}{_TYPES[item].removeprefix('a ')}s {_range(rules)}".rstrip()
+    if get_origin(kind) is dict:
+        return "a mapping of names to true, false, numbers or strings"
     return _TYPES.get(kind, str(kind))

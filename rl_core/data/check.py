@@ -60,15 +60,17 @@ def check_data(
     at_end: Callable[[], None] = lambda: None,
     on_drop: Callable[[Dropped], None] = lambda dropped: None,
     on_rows: Callable[[int], None] = lambda count: None,
+    max_rows: int | None = None,
 ) -> DataReport:
     """Report on the rows of all sources, each read once; problems are listed in the report, not raised.
 
     `keep(split, row, prompt tokens)` receives every kept row until a blocking problem occurs; `check_row` judges rows
     by their scorers, and `at_end` may raise an InputError about all of them; `counted_by` describes the tokenizer;
-    `on_rows(count)` is called about every two seconds. Raises TransientError if the storage of a source fails.
+    `on_rows(count)` is called about every two seconds; after `max_rows` rows the check ends as incomplete.
+    Raises TransientError if the storage of a source fails.
     """
     begin = time.monotonic()
-    check = _Check(config, tokenizer, tools_of, keep, check_row, on_drop, on_rows)
+    check = _Check(config, tokenizer, tools_of, keep, check_row, on_drop, on_rows, max_rows)
     found = [check.guarded(_rows_of, each, seed) for each in config.sources]
     tallies = []
     for split in splits:
@@ -105,9 +107,11 @@ class _Check:
         check_row: CheckRow,
         on_drop: Callable[[Dropped], None],
         on_rows: Callable[[int], None],
+        max_rows: int | None,
     ) -> None:
         self.config, self.tokenizer, self.tools_of = config, tokenizer, tools_of
         self.keep, self.check_row, self.on_drop, self.on_rows = keep, check_row, on_drop, on_rows
+        self.max_rows = max_rows
         self.problems: dict[str, Problem] = {}
         self.complete = True
         self._tools = {schema["function"]["name"]: schema for schema in tools_of({})}
@@ -156,7 +160,7 @@ class _Check:
 
     def _all(self, found: Iterable[Found], tally: Tally, prefix: str) -> None:
         for number, row in enumerate(found, start=1):
-            if self._stopping >= MAX_STOPPING_ROWS:
+            if self._stopping >= MAX_STOPPING_ROWS or self._seen == self.max_rows:
                 self.complete = False
                 return
             tally.seen += 1

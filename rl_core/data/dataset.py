@@ -36,7 +36,7 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", path: str) -> None:
             "a tokenizer with a chat template",
             "no chat template in its folder",
             path,
-            "use an instruction-tuned model, or add a chat_template.jinja to the tokenizer's folder",
+            "set model.chat_template=FILE or chatml, or use an instruction-tuned model",
         )
 
 

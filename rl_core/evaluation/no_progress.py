@@ -25,13 +25,19 @@ def flat_warning(steps: int, metrics: Metrics) -> str:
     )
 
 
-def training_warnings(records: Sequence[Metrics]) -> list[str]:
-    """Warnings about all steps of a run, given their metrics."""
+def is_suspect(steps: int, last: Metrics) -> bool:
+    """Whether `training_warnings` may find something in a run of this many steps, given the metrics of the last."""
+    return steps < FLAT_STEPS or last.get("actor/grad_norm") == 0.0
+
+
+def training_warnings(records: Sequence[Metrics], steps: int) -> list[str]:
+    """Warnings about all steps of a run, given their metrics or, in a long run, those of steps sampled from them."""
     found = []
     if records and len(records) < FLAT_STEPS and all(map(is_flat, records)):
         found.append(flat_warning(len(records), records[-1]))
     if records and all(metrics.get("actor/grad_norm") == 0.0 for metrics in records):
-        found.append(f"the weights did not change: every gradient of {len(records)} steps was 0")
+        counted = f"{steps} steps" if len(records) == steps else f"{len(records)} steps sampled from {steps}"
+        found.append(f"the weights did not change: every gradient of {counted} was 0")
     return found
 
 

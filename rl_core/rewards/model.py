@@ -39,20 +39,23 @@ class RewardModel:
 
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
         self.max_tokens = max_tokens
-        try:
-            self.model, report = AutoModelForSequenceClassification.from_pretrained(
-                path,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        except RuntimeError as error:  # shapes that differ
-            seen, where = str(error).strip().splitlines()[0], f"{SETTING}={path}"
+        self.model, report = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+        )
+        if mismatched := sorted(report["mismatched_keys"]):
+            name, stored, wanted = mismatched[0]
             raise InputError(
-                "weights of the shapes in config.json", seen, where, "use the config.json of these weights"
-            ) from error
+                "weights of the shapes in config.json",
+                f"{name} of shape {list(stored)} instead of {list(wanted)} ({len(mismatched)} such weights)",
+                f"{SETTING}={path}",
+                "use the config.json of these weights",
+            )
         if report["missing_keys"]:
             raise InputError(
                 "a checkpoint with all weights of a sequence classifier",

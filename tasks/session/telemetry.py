@@ -36,17 +36,17 @@ class RunTelemetry(RunObserver):
                 f"{key} changed from {before} to {now} since the run started: results equal within rounding"
             )
 
-    def warn(self, text: str) -> None:
-        """Prints a warning and records it for the report."""
+    def warn(self, text: str, key: str = "") -> None:
+        """Prints a warning and records it for the report, with its key if it has one."""
         self.console.note(f"! {text}")
         notes = self.store.read_json(run_files.NOTES) if self.store.exists(run_files.NOTES) else []
-        self.store.write_json(run_files.NOTES, [*notes, {"time": time.time(), "text": text}])
+        self.store.write_json(run_files.NOTES, [*notes, {"time": time.time(), "text": text, "key": key or text}])
 
-    def warn_once(self, text: str) -> None:
-        """As `warn`, unless the run has recorded this warning before."""
+    def warn_once(self, text: str, key: str = "") -> None:
+        """As `warn`, unless the run has recorded a warning with this key (without one: this text) before."""
         notes = self.store.read_json(run_files.NOTES) if self.store.exists(run_files.NOTES) else []
-        if text not in [note["text"] for note in notes]:
-            self.warn(text)
+        if (key or text) not in [note.get("key", note["text"]) for note in notes]:
+            self.warn(text, key)
 
     def on_damage(self, message: str) -> None:
         """Warns of a checkpoint that is skipped as damaged."""
@@ -65,7 +65,7 @@ class RunTelemetry(RunObserver):
         self.status.update(step=step, phase="", seconds_per_step=mean, reward=metrics.get("reward/mean"))
         self._flat_steps = self._flat_steps + 1 if is_flat(metrics) else 0
         if self._flat_steps == FLAT_STEPS:
-            self.warn_once(flat_warning(FLAT_STEPS, metrics))
+            self.warn_once(flat_warning(FLAT_STEPS, metrics), "flat steps")
         left = self.status.status.seconds_left
         self.console.step(step, total, metrics, left)
         self.pages.progress(step, total, f"step {step} of {total}, {duration(left)} left")

@@ -14,6 +14,7 @@ from rl_core.config.compose import (
     compose,
     config_hash,
     diff,
+    extend,
     flatten,
     from_dict,
     layout_diff,
@@ -125,6 +126,10 @@ def test_override_values_are_read_as_one_means_them(override: str, key: str, val
         ("rollout={mode: async, ranks_per_node: 1, top_p: 0.9}", ["compare log-probs", "require rollout.top_p=1"]),
         ("rollout={mode: async, ranks_per_node: 1, log_probs: false}", ["require", "rollout.log_probs=true"]),
         ("evaluation.refusal_pattern='('", ["not a valid regular expression", "evaluation.refusal_pattern (override)"]),
+        ("trainer.profile_steps=[a]", ["a list of whole numbers of at least 1 and at most", '["a"]']),
+        ("data.chat_template_kwargs=3", ["a mapping of names to true, false, numbers or strings", "valid value"]),
+        ("data.chat_template_kwargs={a: [1]}", ["a mapping of names", '{"a": [1]}', "chat_template_kwargs (override)"]),
+        ("data.chat_template_kwargs={a: 1e300}", ["a mapping of names"]),
         ("actor.mini_batch_size=7", ["must divide", "data.train_batch_size (recipe demo)"]),
     ],
 )
@@ -196,6 +201,7 @@ def test_the_hash_ignores_run_control_only() -> None:
         "storage.root=/x", "tracking.uri=http://localhost:1", "registry.model_name=x", "trainer.segment_steps=1",
         "trainer.save_every=2", "trainer.keep_checkpoints=9", "trainer.max_attempts=1", "trainer.call_timeout_s=1",
         "reward.processes=2", "reward.timeout_s=1", "gate.mode=off",
+        "rollout.canary_tolerance=0.5",
         # How the work lies on processes: results are equal within rounding.
         "trainer.ranks_per_node=2", "trainer.nodes=2", "trainer.threads_per_rank=2", "rollout.ranks_per_node=1",
         "fsdp.activation_checkpointing=true", "fsdp.offload=idle", "actor.max_tokens_per_micro_batch=4096",
@@ -249,6 +255,18 @@ def test_the_page_names_all_settings_that_a_continued_run_may_change() -> None:
     rows = table("reliability", "What may change on resume")
     named = [name for row in rows for name in re.findall("`([a-z_.]+)`", row[0])]
     assert tuple(named[:4]) == RUN_CONTROL_SECTIONS and set(named[4:]) == RUN_CONTROL_KEYS
+
+
+def test_a_mapping_goes_through_every_form_of_the_config(tmp_path: Path) -> None:
+    key, values = "data.chat_template_kwargs", {"enable_thinking": False, "budget": 2.5, "style": "short"}
+    composed = compose("grpo", [f"{key}={json.dumps(values)}"])
+    assert composed.config.data.chat_template_kwargs == values and composed.origins[key] == "override"
+    assert compose(write(tmp_path, "again", to_yaml(composed.config)), []).config == composed.config
+    assert from_dict(composed.config.model_dump(mode="json")) == composed.config
+    longer = extend(composed, ["trainer.steps=7"])
+    assert longer.config.data.chat_template_kwargs == values and longer.origins[key] == "override"
+    assert diff(compose("grpo", []).config, composed.config) == {key: ("{}", json.dumps(values))}
+    assert extend(composed, [f"{key}={{}}"]).config == compose("grpo", []).config
 
 
 SECOND = "{source: files, path: [a.jsonl, c.jsonl], val_path: b.jsonl}"

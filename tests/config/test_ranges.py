@@ -39,7 +39,9 @@ FIELDS, BASE = fields_of(), compose("ppo")
 NUMBERS = {
     key: rules for key, field in FIELDS.items() for rules in numbers_in(field.annotation, list(field.metadata))[:1]
 }
-SCALARS = sorted(key for key in NUMBERS if "[]" not in key and typing.get_origin(FIELDS[key].annotation) is not tuple)
+SCALARS = sorted(
+    key for key in NUMBERS if "[]" not in key and typing.get_origin(FIELDS[key].annotation) not in (tuple, dict)
+)
 
 
 def test_every_number_has_a_smallest_and_a_largest_value() -> None:

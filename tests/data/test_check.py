@@ -18,6 +18,8 @@ from rl_core.data.dataset import ToolsOf, without_tools
 from rl_core.data.page import render_data_report
 from rl_core.data.report import DataReport
 from rl_core.data.row_counts import MAX_NAMES, OTHERS, Hashes, Names
+from rl_core.data.sources import files
+from rl_core.errors import InputError
 from rl_core.rewards.row_check import RowCheck
 from rl_core.rollout.agent.toolbox import row_schemas
 
@@ -219,6 +221,17 @@ def test_the_look_ends_early_when_many_rows_stop_the_run(look: Look, monkeypatch
     assert report.seen("train") == 5 and not report.complete and [problem.rows for problem in report.stops] == [5]
 
 
+def test_the_look_ends_at_the_given_number_of_rows_good_or_bad(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = InputError("a row", "none", "row", "correct it")
+    monkeypatch.setattr(files, "rows", lambda config, seed: (iter([bad, *[row(str(i)) for i in range(9)]]), [row("9")]))
+    config = DataConfig(source="files", path="a", val_path="b", train_batch_size=1)
+    report = check_data(config, 0, tokenizer, without_tools, lambda split, row, tokens: None, max_rows=4)
+    assert report.seen("val") == 1 and report.seen("train") == 3 and not report.complete
+    assert [problem.seen for problem in report.stops] == ["none"]
+    exact = check_data(config, 0, tokenizer, without_tools, lambda split, row, tokens: None, max_rows=11)
+    assert exact.complete
+
+
 def test_progress_is_told_now_and_then(look: Look, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "PROGRESS_S", 0.0)
     told: list[int] = []
@@ -228,8 +241,6 @@ def test_progress_is_told_now_and_then(look: Look, tokenizer: Any, monkeypatch: 
 
 
 def test_values_that_json_lacks_are_malformed(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_core.data.sources import files
-
     monkeypatch.setattr(files, "rows", lambda config, seed: ([row("1", extra_info={"when": b"x"})], [row("9")]))
     found = Checked(DataConfig(source="files", path="a", val_path="b", train_batch_size=1), tokenizer, without_tools)
     assert ("stop", "train row 1", "Object of type bytes is not JSON serializable") in found.problems

@@ -1,10 +1,13 @@
 """What a policy gets that always gives the same answer."""
 
+import time
+
 import pytest
 from support_data import row
 
 from rl_core.config.compose import compose
 from rl_core.data.rows import Row
+from rl_core.evaluation import constant
 from rl_core.evaluation.constant import constant_score
 
 
@@ -24,6 +27,21 @@ def rows(*truths: str) -> list[Row]:
 def test_it_is_the_score_of_the_best_answer_for_all_rows(scorer: str, truths: list[str], wanted: float) -> None:
     found = constant_score(compose("grpo", [f"reward.function={scorer}"]).config, rows(*truths))
     assert found == pytest.approx(wanted)
+
+
+def test_it_is_computed_on_rows_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constant, "MAX_ROWS", 4)
+    found = constant_score(compose("grpo", ["reward.function=exact"]).config, rows(*["1"] * 4, *["2"] * 5))
+    assert found == pytest.approx(2 / 3), "rows 1, 4 and 7"
+
+
+def test_users_scorers_score_fewer_rows_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = compose("grpo", ["reward.function=scorers_for_tests:by_response", "reward.processes=1"]).config
+    monkeypatch.setattr(constant, "MAX_OWN_ROWS", 2)
+    assert constant_score(own, rows(*["1", "nan"] * 2)) == 0.5, "rows 1 and 3"
+    monkeypatch.setattr(constant, "MAX_S", 0.5)
+    begin = time.monotonic()
+    assert constant_score(own, rows("hang", "hang")) is None and time.monotonic() - begin < 9
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Training that changed nothing is noticed."""
 
+import re
+
 import pytest
 
-from rl_core.evaluation.no_progress import FLAT_STEPS, is_flat, score_warnings, training_warnings
+from rl_core.evaluation.no_progress import FLAT_STEPS, is_flat, is_suspect, score_warnings, training_warnings
 
 FLAT = {"group/equal_share": 1.0, "group/alone_share": 0.0, "score/mean": 0.0, "score/min": 0.0, "score/max": 0.0}
 GOOD = FLAT | {"group/equal_share": 0.5, "score/max": 1.0, "actor/grad_norm": 0.1}
@@ -23,11 +25,13 @@ def test_a_step_is_flat_without_different_scores_to_learn_from(metrics: dict[str
 
 
 def test_short_runs_of_flat_steps_and_of_zero_gradients_are_warned_of() -> None:
-    assert training_warnings([]) == training_warnings([GOOD, FLAT]) == training_warnings([FLAT] * FLAT_STEPS) == []
-    assert "no rewards differed" in training_warnings([FLAT] * 3)[0] and "3 steps" in training_warnings([FLAT] * 3)[0]
+    assert training_warnings([], 0) == training_warnings([GOOD, FLAT], 2) == training_warnings([FLAT] * 10, 10) == []
+    assert re.search("no rewards differed.* 3 steps", training_warnings([FLAT] * 3, 3)[0])
     still = FLAT | {"actor/grad_norm": 0.0}
-    assert training_warnings([still] * 12) == ["the weights did not change: every gradient of 12 steps was 0"]
-    assert training_warnings([still, GOOD]) == []
+    assert training_warnings([still] * 12, 12) == ["the weights did not change: every gradient of 12 steps was 0"]
+    assert "of 12 steps sampled from 40 was 0" in training_warnings([still] * 12, 40)[0]
+    assert training_warnings([still, GOOD], 2) == []
+    assert is_suspect(FLAT_STEPS - 1, GOOD) and is_suspect(12, still) and not is_suspect(12, GOOD)
 
 
 def test_scores_that_did_not_move_are_warned_of() -> None:

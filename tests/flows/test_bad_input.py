@@ -16,7 +16,9 @@ from flows.first_checks import check_cluster, check_prefect, check_rows, first_c
 from flows.preflight import preflight
 from flows.server.ports import check_port
 from rl_core.config.compose import compose
-from rl_core.errors import InputError
+from rl_core.data.row_counts import MAX_NAMES
+from rl_core.data.sources import files as source_files
+from rl_core.errors import InputError, TransientError
 
 ROW = {"data_source": "exact", "prompt": [{"role": "user", "content": "2 1"}], "reward_model": {"ground_truth": "1 2"}}
 HELD_OUT = {**ROW, "prompt": [{"role": "user", "content": "4 3"}]}
@@ -189,6 +191,27 @@ def test_rows_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], wo
 def test_of_many_rows_only_some_are_read_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flows.first_checks.MOST_ROWS", 2)
     check_rows(compose("grpo", files(tmp_path, [ROW, ROW, ROW, HELD_OUT])).config, [])
+    bad = {**ROW, "data_source": "unknown"}
+    with pytest.raises(InputError) as raised:
+        check_rows(compose("grpo", files(tmp_path, [bad] * 9)).config, [])
+    assert "train row 1" in raised.value.where and "of this kind" not in raised.value.seen
+
+
+def test_rows_of_more_sources_than_a_report_names_are_accepted(tmp_path: Path) -> None:
+    rows = [
+        {**ROW, "data_source": f"s{i}", "prompt": [{"role": "user", "content": str(i)}]} for i in range(MAX_NAMES + 2)
+    ]
+    sources = ",".join(f"s{i}=exact" for i in range(len(rows)))
+    held_out = [{**HELD_OUT, "data_source": "s0"}]
+    check_rows(compose("grpo", [*files(tmp_path, rows, held_out), f"reward.sources=[{sources}]"]).config, [])
+
+
+def test_an_outage_of_the_datas_storage_is_left_to_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def outage(config: object, seed: int) -> None:
+        raise TransientError("503 Slow Down")
+
+    monkeypatch.setattr(source_files, "rows", outage)
+    check_rows(compose("grpo", files(tmp_path, [ROW])).config, [])
 
 
 def test_config_prints_and_starts_nothing(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ BUGS = (
     Bug(
         "stale sampler",
         "rl_core/rollout/engine/vllm_engine.py",
-        "            written = self._load(recorded())",
+        "            written = self._load(self._conversion.to_stored(recorded()))",
         "            written = self._parameters | {name for name, _ in recorded()}",
         ("tests/rollout/engine/test_contract.py::test_greedy_is_the_plain_models_whatever_the_seed[vllm]",),
     ),

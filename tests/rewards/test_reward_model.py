@@ -136,4 +136,4 @@ def test_weights_of_another_shape_are_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
     with pytest.raises(InputError, match="shapes in config.json") as raised:
         RewardModel(str(tmp_path), torch.float32, 100)
-    assert raised.value.where == f"reward.model.path={tmp_path}"
+    assert raised.value.where == f"reward.model.path={tmp_path}" and "_proj.weight of shape [" in raised.value.seen

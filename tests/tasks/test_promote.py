@@ -104,9 +104,11 @@ def test_versions_become_champion_one_after_the_other(sqlite_uri: str, tmp_path:
 
 def test_a_dry_run_off_and_approval_move_nothing(sqlite_uri: str, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
+    assert not run(tmp_path, "constant", [0.0] * 32, "gate.mode=dry_run")
+    assert tags(tmp_path, "1")["rollforward.gate"] == "would wait"
     for mode in ("gate.mode=off", "gate.mode=dry_run", "gate.approval=true"):
         assert not run(tmp_path, mode.partition("=")[2], GOOD, mode)
-        version = str(len(seen) + 1)
+        version = str(len(seen) + 2)
         seen[mode] = tags(tmp_path, version).get("rollforward.gate")
     assert list(seen.values()) == [None, "would promote", "waiting"]
     assert aliases(tmp_path) == {}
@@ -155,6 +157,12 @@ def test_a_first_version_no_better_than_a_constant_answer_waits_for_a_user(sqlit
     assert not run(tmp_path, "first", [0.0] * 32) and aliases(tmp_path) == {}
     assert tags(tmp_path, "1")["rollforward.gate"] == "waiting"
     assert "exceed that of the best constant answer" in tags(tmp_path, "1")["rollforward.gate_checks"]
+    kept = json.loads((tmp_path / "runs/first" / run_files.CONSTANT).read_text())
+    assert 0 < kept["score"] < 1
+    (tmp_path / "runs/first" / run_files.CONSTANT).write_text(json.dumps({**kept, "score": None}))
+    with session_of(tmp_path, "first") as session:
+        assert not promoted(session, "1")
+    assert "is unknown" in tags(tmp_path, "1")["rollforward.gate_checks"], "a retry decides by the stored score"
     registry = Registry(f"sqlite:///{tmp_path}/mlflow.db", "rollforward-demo")
     registry.promote_manually("1", approve=True)
     assert aliases(tmp_path) == {"champion": "1"}
@@ -165,8 +173,10 @@ def test_training_that_changed_nothing_is_warned_of_once_everywhere(
 ) -> None:
     step = {"group/equal_share": 1.0, "score/mean": 0.0, "time/step": 0.1, "actor/grad_norm": 0.0}
     with session_of(tmp_path, "flat", "actor.optim.warmup_steps=1000") as session:
-        for number in range(1, 25):
-            session.telemetry.on_step({"step": number, "metrics": step})
+        for number in range(1, 45):
+            # Flat twice, with other scores.
+            metrics = step | {"group/equal_share": float(number != 22), "score/mean": float(number > 22)}
+            session.telemetry.on_step({"step": number, "metrics": metrics})
         for number in (0, 1):
             session.store.write_json(run_files.evaluation(number), evaluation([0.0] * 32) | {"samples": []})
         for _ in range(2):  # a resumed run repeats the stage

@@ -141,8 +141,8 @@ class ChatTemplate:
             "a chat template that accepts this role and does not change the text before a message",
             f"after a message of role {role}: {seen}",
             f"chat template of {self._tokenizer.name_or_path or 'the tokenizer'}, role {role}",
-            "add an append-only template as chat_template.jinja to the tokenizer's folder: one that always renders "
-            "every message in full, including its reasoning",
+            "set model.chat_template=FILE or chatml: an append-only template, which always renders every message in "
+            "full, including its reasoning",
         )
 
     def _ids(self, text: str) -> list[int]:

@@ -41,7 +41,6 @@ _NAME = re.compile(r"[\w.:/-]{1,128}")
 _JSON = json.JSONDecoder()
 _LONGEST_TOKEN = 16
 """Characters of JSON outside of strings and numbers that a decoder reads at once, such as `-Infinity`."""
-_CALL_TAG = re.compile("(</tool_call>)|<tool_call>")
 _PARAMETER_TAG = re.compile("</parameter>|<parameter=|</function>")
 _JSON_CALL_BEGINS = re.compile(r'\s*\{\s*"name"\s*:')
 _PYTHON_CALL_BEGINS = re.compile(r"\[\s*[^\W\d][\w.]*\s*\(\s*(?:\)|[^\W\d]\w*\s*=)")
@@ -194,8 +193,9 @@ def _tagged(text: str, read: Callable[[int], tuple[ToolCall, int]]) -> Iterator[
             at = _expect(text, end, "</tool_call>")
         except ValueError as problem:
             call = _broken(problem)
-            following = _CALL_TAG.search(text, start)
-            at = len(text) if not following else following.end() if following[1] else following.start()
+            # Not at the next opening tag, which may be quoted in the broken call.
+            closing = text.find("</tool_call>", start)
+            at = closing + len("</tool_call>") if closing >= 0 else len(text)
         yield call
     yield text[at:]
 

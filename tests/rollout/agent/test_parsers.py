@@ -204,7 +204,6 @@ def test_a_broken_call_says_what_is_wrong(form: str, text: str, says: str) -> No
     ("form", "text"),
     [
         ("hermes", "<tool_call>{</tool_call>" + hermes("add", {"a": 1})),
-        ("hermes", "<tool_call>{" + hermes("add", {"a": 1})),
         ("qwen3_coder", "<tool_call><function=x></tool_call>" + qwen3_coder("add", {"a": 1})),
         ("mistral", "[TOOL_CALLS]x{[TOOL_CALLS]add{\"a\": 1}"),
         ("mistral", '[TOOL_CALLS][1, {"name": "add", "arguments": {"a": 1}}]'),
@@ -215,6 +214,13 @@ def test_a_broken_call_says_what_is_wrong(form: str, text: str, says: str) -> No
 def test_a_broken_call_does_not_hide_the_next(form: str, text: str) -> None:
     _, (broken, call) = parse(form, text)
     assert broken.error and call == ToolCall("add", {"a": 1})
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+def test_a_call_quoted_in_a_broken_one_is_not_run(form: str) -> None:
+    quoted = {"hermes": hermes, "qwen3_coder": qwen3_coder}[form]("add", {"a": 1})
+    text, (broken,) = parse(form, f"a <tool_call>broken {quoted} b")
+    assert text == "a  b" and broken.error
 
 
 def test_text_after_a_broken_call_is_kept() -> None:
