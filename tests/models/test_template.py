@@ -1,5 +1,6 @@
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -60,7 +61,8 @@ def test_chatml_renders_tool_calls_beside_empty_content(tiny_model: Path) -> Non
     change_template(tokenizer, "chatml", {})
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
-    seen = tokenizer.apply_chat_template([*TALK, turn], tokenize=False)
+    talk: Any = [*TALK, turn]
+    seen = tokenizer.apply_chat_template(talk, tokenize=False)
     wanted = '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
     assert str(seen).endswith(wanted)
 

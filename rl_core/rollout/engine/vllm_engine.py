@@ -50,23 +50,6 @@ class VLLMEngine:
         self._adapter_numbers = itertools.count(1)
         # With adapters, the base weights are pushed only once, so they are kept in host memory during sleep.
         self._sleep_level = 1 if adapter_rank else 2
-        if self._on_gpu:
-            memory: dict[str, Any] = {
-                "gpu_memory_utilization": config.gpu_memory_utilization,
-                "enable_sleep_mode": True,
-                "enforce_eager": False,
-            }
-            if config.max_num_seqs > CAPTURED:
-                memory["compilation_config"] = {"max_cudagraph_capture_size": config.max_num_seqs}
-        else:
-            memory = {
-                "kv_cache_memory_bytes": int(config.kv_cache_gb * GIB),
-                "block_size": 32,  # the CPU kernels do not support 16
-                "enforce_eager": True,
-            }
-        if adapter_rank:
-            rank = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
-            memory |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if not self._on_gpu and config.tensor_parallel_size > 1:
             _remove_shared_memory()
         # "external_launcher" runs the engine in a process that already belongs to a process group.
@@ -85,7 +68,7 @@ class VLLMEngine:
             generation_config="vllm",
             disable_log_stats=True,
             seed=0,
-            **memory,
+            **_memory(config, self._on_gpu, adapter_rank),
         )
         core: Any = self._llm.llm_engine.engine_core
         self._runner = core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -201,6 +184,28 @@ class VLLMEngine:
         """Frees the device memory of weights and KV cache for the trainer (no-op on CPUs)."""
         if self._on_gpu:
             self._llm.sleep(level=self._sleep_level)
+
+
+def _memory(config: RolloutConfig, on_gpu: bool, adapter_rank: int) -> dict[str, Any]:
+    """vLLM's arguments on memory, and on what is compiled."""
+    if on_gpu:
+        memory: dict[str, Any] = {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": True,
+            "enforce_eager": False,
+        }
+        if config.max_num_seqs > CAPTURED:
+            memory["compilation_config"] = {"max_cudagraph_capture_size": config.max_num_seqs}
+    else:
+        memory = {
+            "kv_cache_memory_bytes": int(config.kv_cache_gb * GIB),
+            "block_size": 32,  # the CPU kernels do not support 16
+            "enforce_eager": True,
+        }
+    if adapter_rank:
+        rank = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
+        memory |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    return memory
 
 
 def _remove_shared_memory() -> None:
