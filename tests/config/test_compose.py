@@ -259,14 +259,15 @@ def test_the_page_names_all_settings_that_a_continued_run_may_change() -> None:
 
 def test_a_mapping_goes_through_every_form_of_the_config(tmp_path: Path) -> None:
     key, values = "data.chat_template_kwargs", {"enable_thinking": False, "budget": 2.5, "style": "short"}
-    composed = compose("grpo", [f"{key}={json.dumps(values)}"])
+    folder = "model.path=/checkpoint"
+    composed = compose("grpo", [folder, f"{key}={json.dumps(values)}"])
     assert composed.config.data.chat_template_kwargs == values and composed.origins[key] == "override"
     assert compose(write(tmp_path, "again", to_yaml(composed.config)), []).config == composed.config
     assert from_dict(composed.config.model_dump(mode="json")) == composed.config
     longer = extend(composed, ["trainer.steps=7"])
     assert longer.config.data.chat_template_kwargs == values and longer.origins[key] == "override"
-    assert diff(compose("grpo", []).config, composed.config) == {key: ("{}", json.dumps(values))}
-    assert extend(composed, [f"{key}={{}}"]).config == compose("grpo", []).config
+    assert diff(compose("grpo", [folder]).config, composed.config) == {key: ("{}", json.dumps(values))}
+    assert extend(composed, [f"{key}={{}}"]).config == compose("grpo", [folder]).config
 
 
 SECOND = "{source: files, path: [a.jsonl, c.jsonl], val_path: b.jsonl}"
