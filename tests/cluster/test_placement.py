@@ -13,6 +13,7 @@ from threading import Timer
 import psutil
 import pytest
 import ray
+from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
@@ -33,6 +34,7 @@ CPUS, GPUS = 2, 2
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     # The machines' sizes differ: 2, 2 and 3 CPUs.
+    Path(get_ray_address_file(None)).parent.mkdir(exist_ok=True)  # Ray's Cluster writes its address there
     head = {"num_cpus": CPUS, "num_gpus": GPUS, "include_dashboard": False, "temp_dir": str(HOME / "ray")}
     made = Cluster(initialize_head=True, head_node_args=head)
     for extra in range(2):
