@@ -58,14 +58,17 @@ def test_padding_undoes_packing(lengths: list[tuple[int, int]]) -> None:
     rows = rows_of(lengths)
     micro = MicroBatch(rows, ALONE)
     packed = micro.packed
-    assert packed.input_ids.shape == packed.position_ids.shape == (1, sum(p + r for p, r in lengths))
-    assert packed.position_ids[0].tolist() == [i for p, r in lengths for i in range(p + r)]
+    prompts = [row[:p].tolist() for row, (p, _) in zip(rows.batch["prompts"], lengths, strict=True)]
+    once = sum(map(len, {tuple(prompt) for prompt in prompts})) + sum(r for _, r in lengths)
+    assert packed.input_ids.shape == packed.position_ids.shape == (1, once), "an equal prompt is in the row once"
+    place_T = packed.layout.in_row(torch.arange(sum(p + r for p, r in lengths)))
+    ids_T, position_T = packed.input_ids[0, place_T], packed.position_ids[0, place_T]
+    assert position_T.tolist() == [i for p, r in lengths for i in range(p + r)]
     # The targets are the response tokens, and come back at their places with zeros behind them.
-    assert torch.equal(micro.pad(packed.input_ids[0, micro.target_N]), rows.batch["responses"])
+    assert torch.equal(micro.pad(ids_T[micro.target_N]), rows.batch["responses"])
     ones_BR = micro.pad(torch.ones(len(micro.target_N)))
     assert ones_BR.sum(-1).tolist() == [r for _, r in lengths]
-    starts = [packed.input_ids[0, s : s + p].tolist() for s, (p, _) in zip(_starts(lengths), lengths, strict=True)]
-    assert starts == [row[:p].tolist() for row, (p, _) in zip(rows.batch["prompts"], lengths, strict=True)]
+    assert [ids_T[s : s + p].tolist() for s, (p, _) in zip(_starts(lengths), lengths, strict=True)] == prompts
 
 
 def _starts(lengths: list[tuple[int, int]]) -> list[int]:
