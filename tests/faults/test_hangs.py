@@ -181,7 +181,7 @@ def test_an_engine_whose_decoding_hangs(placement: Placement) -> None:
             engine.awaits_for_ever()
         with pytest.raises(Stalled, match=r"generate_sequences on rank\(s\) \[0\] did not answer") as raised:
             engine.generate_sequences()
-        assert re.search(r"is in step \(test_hangs.py:\d+\) < _step \(request_queue.py", str(raised.value))
+        assert re.search(r"is in step \(test_hangs.py:\d+\) < _step \(vllm_requests.py", str(raised.value))
 
 
 SILENT_FILES = """

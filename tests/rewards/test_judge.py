@@ -48,13 +48,13 @@ class Handler(BaseHTTPRequestHandler):
             self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
         code = question.splitlines()[-1]
         self.answer(question.split(f"{code}\n")[-1].removesuffix(f"\n{code}"), refused)
-        with self.server.lock:
-            self.server.at_once -= 1
 
     def answer(self, wish: str, refused: int) -> None:
         kind, _, rest = wish.partition(" ")
         if kind == "sleep":
             time.sleep(float(rest))
+        with self.server.lock:
+            self.server.at_once -= 1  # before the answer, after which the next request may come
         status = refused or (int(rest) if kind == "status" else 200)
         if kind == "huge":
             self.send_response(int(rest))
