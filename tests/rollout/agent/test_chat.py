@@ -145,7 +145,7 @@ def test_what_a_template_writes_before_the_question_may_change_later() -> None:
 @pytest.mark.parametrize(
     ("template", "kinds", "says"),
     [
-        (THINKING, {"user"}, ["role user", "text before it changes", "<think>", "models/some", "chat_template.jinja"]),
+        (THINKING, {"user"}, ["role user", "text before it changes", "<think>", "models/some", "model.chat_template=FILE"]),
         (THINKING, {"tool", "user"}, ["role user", "text before it changes"]),
         (CHATML + "{{ raise_exception('no tools here') if 'tool' in messages | map(attribute='role') }}", {"tool"},
          ["role tool", "TemplateError: no tools here"]),
@@ -160,9 +160,9 @@ def test_what_a_template_writes_before_the_question_may_change_later() -> None:
          {"user"}, ["role user", "text before it changes"]),
         # Nothing changes, but what is appended depends on the round.
         (CHATML.replace("m.role }}", "m.role }}{{ loop.index if m.role == 'user' }}"), {"user"}, ["user3", "user5"]),
-        (None, {"user"}, ["ValueError", "chat_template.jinja"]),
-        (CHATML + "{{ range(10**9) | length }}", {"user"}, ["OverflowError", "chat_template.jinja"]),
-        (CHATML + "{{ 1 // 0 }}", {"user"}, ["ZeroDivisionError", "chat_template.jinja"]),
+        (None, {"user"}, ["ValueError", "model.chat_template=FILE"]),
+        (CHATML + "{{ range(10**9) | length }}", {"user"}, ["OverflowError", "model.chat_template=FILE"]),
+        (CHATML + "{{ 1 // 0 }}", {"user"}, ["ZeroDivisionError", "model.chat_template=FILE"]),
     ],
 )  # fmt: skip
 def test_a_template_that_does_not_only_append_is_refused(template: str, kinds: set[str], says: list[str]) -> None:
