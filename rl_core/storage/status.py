@@ -34,6 +34,8 @@ WAITS = {
     "update": "the trainer waits for the workers' optimizer updates",
     "push": "the rollout engines wait for the new weights",
     "commit": "the trainer waits for storage",
+    "record": "the trainer logs the step",
+    "profile": "the trainer waits for the workers' profiles",
 }
 """Description of each phase of a step."""
 
