@@ -145,7 +145,8 @@ def test_what_a_template_writes_before_the_question_may_change_later() -> None:
 @pytest.mark.parametrize(
     ("template", "kinds", "says"),
     [
-        (THINKING, {"user"}, ["role user", "text before it changes", "<think>", "models/some", "model.chat_template=FILE"]),
+        (THINKING, {"user"},
+         ["role user", "text before it changes", "<think>", "models/some", "model.chat_template=FILE"]),
         (THINKING, {"tool", "user"}, ["role user", "text before it changes"]),
         (CHATML + "{{ raise_exception('no tools here') if 'tool' in messages | map(attribute='role') }}", {"tool"},
          ["role tool", "TemplateError: no tools here"]),
