@@ -13,7 +13,7 @@ from threading import Timer
 import psutil
 import pytest
 import ray
-from ray._private.utils import get_ray_address_file
+from ray._private.utils import get_ray_address_file  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
